@@ -1,0 +1,119 @@
+"""The drafter's configuration, and its `config.json` as EAGLE, SGLang, vLLM and the SSD reference engine read it. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import PositiveFloat, PositiveInt, model_validator
+
+from drafters.errors import UserError
+from drafters.settings import Settings
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+
+class DrafterConfig(Settings):
+    """Sizes of an EAGLE-3 drafter with one or more decoder layers.
+
+    `tap_hidden_states_ids` index transformers' `hidden_states`: id i is the INPUT of the target's decoder layer i.
+    """
+
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: PositiveInt
+    num_hidden_layers: PositiveInt = 1
+    rms_norm_eps: PositiveFloat = 1e-5
+    rope_theta: PositiveFloat
+    max_position_embeddings: PositiveInt
+    vocab_size: PositiveInt
+    draft_vocab_size: PositiveInt
+    target_hidden_size: PositiveInt
+    tap_hidden_states_ids: tuple[int, int, int]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> DrafterConfig:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) has to be a multiple of num_key_value_heads ({self.num_key_value_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim ({self.head_dim}) has to be even: rotary embeddings turn pairs")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(f"draft_vocab_size ({self.draft_vocab_size}) is larger than vocab_size ({self.vocab_size})")
+        return self
+
+
+def default_taps(target_layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's three taps, as `hidden_states` indices: 2, L//2 and L-3 (a low, a middle and an upper one)."""
+    if target_layers < 6:
+        raise UserError(f"the target has {target_layers} layers; the default taps need 6: set the tap ids yourself (tap_hidden_states_ids)")
+    return 2, target_layers // 2, target_layers - 3
+
+
+def to_config_json(config: DrafterConfig) -> dict[str, Any]:
+    """The content of `config.json`: both RoPE styles and both tap conventions (input of layer i; output of layer i)."""
+    plain = config.model_dump(exclude={"tap_hidden_states_ids"})
+    taps = list(config.tap_hidden_states_ids)
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "norm_before_residual": False,
+        "torch_dtype": "bfloat16",
+        **plain,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "eagle_aux_hidden_state_layer_ids": taps,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps], "use_aux_hidden_state": True},
+    }
+
+
+def from_config_json(content: Mapping[str, Any], where: str) -> DrafterConfig:
+    """Read a `config.json`. `where` stands in the errors: a missing size, scaled RoPE, or two statements that disagree are refused."""
+    if content.get("architectures") != [ARCHITECTURE]:
+        found = content.get("architectures")
+        raise UserError(f"{where}: architectures = {found!r}, expected [{ARCHITECTURE!r}]: this is no EAGLE-3 drafter")
+    if content.get("norm_before_residual"):
+        raise UserError(f"{where}: norm_before_residual = true is not supported; export the drafter with norm_before_residual false")
+    fields = {name: content[name] for name in DrafterConfig.model_fields if name in content}
+    fields["rope_theta"] = _rope_theta(content, where)
+    fields["tap_hidden_states_ids"] = _taps(content, where)
+    missing = [name for name, field in DrafterConfig.model_fields.items() if field.is_required() and name not in fields]
+    if missing:
+        raise UserError(f"{where}: {missing[0]!r} is missing; a drafter's config.json has to state it")
+    try:
+        return DrafterConfig.model_validate(fields)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def _rope_theta(content: Mapping[str, Any], where: str) -> float:
+    nested = content.get("rope_parameters") or {}
+    scaling = content.get("rope_scaling") or {}
+    kind = nested.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
+    if kind != "default":
+        raise UserError(f"{where}: rope type {kind!r} is not supported; the drafter's rotary embedding is unscaled ('default')")
+    stated = {float(part["rope_theta"]) for part in (content, nested) if "rope_theta" in part}
+    if len(stated) != 1:
+        found = "is missing" if not stated else f"is stated twice, as {sorted(stated)}"
+        raise UserError(f"{where}: rope_theta {found}; write the target's value once or equally in rope_theta and rope_parameters")
+    return stated.pop()
+
+
+def _taps(content: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    inputs = content.get("eagle_aux_hidden_state_layer_ids")
+    outputs = (content.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if inputs is None and outputs is None:
+        raise UserError(f"{where}: eagle_aux_hidden_state_layer_ids is missing; it names the three layers whose inputs the drafter reads")
+    converted = None if outputs is None else [layer + 1 for layer in outputs]
+    if inputs is not None and converted is not None and list(inputs) != converted:
+        raise UserError(
+            f"{where}: eagle_aux_hidden_state_layer_ids = {list(inputs)} (layer inputs) disagrees with eagle_config's {list(outputs)} "
+            f"(layer outputs, one less each); correct one of them"
+        )
+    return tuple(converted if inputs is None else inputs)  # type: ignore[arg-type]

@@ -1,0 +1,165 @@
+"""The EAGLE-3 drafter, single-device and mode-free: attention is passed in, and nothing here asks whether it is training.
+
+Shapes: B batch, S slots, H drafter hidden size, N query heads, M key-value heads, D head dimension, Vd draft vocabulary, Ht target's
+hidden size.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drafters.eagle3_ssd.config import DrafterConfig
+
+
+class Attend(Protocol):
+    """Attention over whatever keys the caller makes visible, its own past and the given ones. Queries and keys are already rotated."""
+
+    def __call__(self, layer_index: int, query_BSND: Tensor, key_BSMD: Tensor, value_BSMD: Tensor, /) -> Tensor: ...
+
+
+class Rotary(NamedTuple):
+    """Cosines and sines, fp32 [B, S, 1, D], first half of D equal to the second."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@lru_cache(maxsize=16)
+def inverse_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """fp32 [D/2]: theta^(-2i/D), as transformers' default RoPE computes them."""
+    with torch.inference_mode(False):
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+        return 1.0 / (theta**exponents)
+
+
+def rotary(positions_BS: Tensor, head_dim: int, theta: float) -> Rotary:
+    """Rotary tables at the given positions, in fp32 whatever the model's dtype."""
+    angles = positions_BS[..., None].float() * inverse_frequencies(head_dim, theta, positions_BS.device)
+    both_halves = torch.cat((angles, angles), dim=-1)[:, :, None, :]
+    return Rotary(both_halves.cos(), both_halves.sin())
+
+
+def rotate(x_BSXD: Tensor, table: Rotary) -> Tensor:
+    """Rotate queries or keys by their positions: half-rotation, the convention of transformers' Llama."""
+    first, second = x_BSXD.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x_BSXD * table.cos + turned * table.sin).to(x_BSXD.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm, computed in fp32 and returned in the input's dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DrafterConfig, layer_index: int, input_size: int) -> None:
+        super().__init__()
+        self.layer_index, self.head_dim = layer_index, config.head_dim
+        queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(input_size, queries, bias=False)
+        self.k_proj = nn.Linear(input_size, keys, bias=False)
+        self.v_proj = nn.Linear(input_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, table: Rotary, attend: Attend) -> Tensor:
+        query, key, value = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        mixed_BSND = attend(self.layer_index, rotate(query, table), rotate(key, table), value)
+        return self.o_proj(mixed_BSND.flatten(-2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """An ordinary Llama decoder layer: the drafter's second layer and those above it."""
+
+    def __init__(self, config: DrafterConfig, layer_index: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer_index, config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden: Tensor, table: Rotary, attend: Attend) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), table, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class MidLayer(nn.Module):
+    """The first layer: attends over [norm(embedding), norm(feature)], with the feature as its residual stream."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, 0, 2 * config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, embeds: Tensor, features: Tensor, table: Rotary, attend: Attend) -> Tensor:
+        both = torch.cat((self.input_layernorm(embeds).to(features.dtype), self.hidden_norm(features)), dim=-1)
+        hidden = features + self.self_attn(both, table, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3Drafter(nn.Module):
+    """Predicts, at slot j, the token two places on from the embedding of token j+1 and the feature of position j (`align.py`).
+
+    Parameters carry the names of the EAGLE-3 checkpoint. `embed_tokens` is the target's and starts as NaN, so that an
+    embedding never loaded shows at once.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=_nan(config.vocab_size, config.hidden_size))
+        self.embed_tokens.weight.requires_grad_(False)
+        self.fc = nn.Linear(3 * config.target_hidden_size, config.hidden_size, bias=False)
+        self.midlayer = MidLayer(config)
+        self.layers = nn.ModuleDict({str(index): DecoderLayer(config, index) for index in range(1, config.num_hidden_layers)})
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """Three concatenated taps [..., 3 Ht] to one feature [..., H]; runs on the target's side."""
+        return self.fc(taps)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Token ids [...] of the target's vocabulary to embeddings [..., H]."""
+        return self.embed_tokens(token_ids)
+
+    def forward(self, embeds_BSH: Tensor, features_BSH: Tensor, positions_BS: Tensor, attend: Attend) -> Tensor:
+        """One drafter step over S slots; returns the PRE-norm hidden [B, S, H]: feed it back as a feature, or read `logits` off it."""
+        table = rotary(positions_BS, self.config.head_dim, self.config.rope_theta)
+        hidden = self.midlayer(embeds_BSH, features_BSH, table, attend)
+        for layer in self.layers.values():
+            hidden = layer(hidden, table, attend)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Pre-norm hidden [..., H] to logits over the draft vocabulary [..., Vd]."""
+        return self.lm_head(self.norm(hidden))
+
+
+def _nan(*size: int) -> Tensor:
+    return torch.full(size, torch.nan)
