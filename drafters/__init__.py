@@ -1,0 +1,1 @@
+"""Drafters and the targets they are made for: what training writes and serving reads."""

@@ -1,0 +1,201 @@
+"""Attention over a paged KV pool, and the hook by which any transformers model uses it.
+
+A model loaded with `attn_implementation=ATTENTION` calls `_attend` in every layer; the keyword argument `context` given to the
+model's forward says what a query row may see. Two contexts exist: `PagedContext` (serving: rows of several requests behind each
+other, keys in a pool) and `DocumentContext` (features: packed rows, nothing crosses a document).
+
+Shapes: R query rows of all requests, Q rows of one request, L keys of one request, N query heads, M key/value heads,
+G = N / M, D head size, S slots of the pool. Slot = block * block_size + offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+ATTENTION = "ssd_context"
+
+
+class AttentionContext(Protocol):
+    """What a model's forward is given as `context=`: computes one layer's attention."""
+
+    def attend(self, layer: int, query_1NRD: Tensor, key_1MRD: Tensor, value_1MRD: Tensor, scale: float) -> Tensor:
+        """Return the attended values, [batch, rows, N, D]."""
+        ...
+
+
+class KvPool(NamedTuple):
+    """Keys and values of every layer, by slot."""
+
+    keys: tuple[Tensor, ...]  # per layer [S, M, D]
+    values: tuple[Tensor, ...]
+    block_size: int
+
+    @staticmethod
+    def allocate(layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> KvPool:
+        """A zeroed pool of `blocks * block_size` slots; its size in bytes is `KvPool.bytes_per_slot` times that."""
+        shape = (blocks * block_size, kv_heads, head_dim)
+        keys, values = (tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)) for _ in range(2))
+        return KvPool(keys, values, block_size)
+
+    def slots(self, blocks: Sequence[int], start: int, stop: int) -> list[int]:
+        """Slots of positions `start..stop-1` of a request that owns `blocks` in this order."""
+        size = self.block_size
+        return [blocks[position // size] * size + position % size for position in range(start, stop)]
+
+
+@dataclass(frozen=True)
+class PagedRequest:
+    """One request's share of a batch: `num_rows` new rows at the end of `num_keys` keys that live in `blocks`."""
+
+    blocks: tuple[int, ...]
+    num_keys: int
+    num_rows: int
+    mask_QL: Tensor | None = None  # bool, True = visible; None is causal
+
+
+@dataclass(frozen=True)
+class PagedContext:
+    """Attention of a batch over the pool. New keys are written first, then each request's rows read its own keys.
+
+    Where a request's blocks lie behind each other its keys are a view of the pool; else they are gathered. Requests of one
+    row count whose views are evenly spaced are computed in one call.
+    """
+
+    pool: KvPool
+    requests: tuple[PagedRequest, ...]
+    write_slots_R: Tensor
+    reads: tuple[slice | Tensor, ...]
+    masks: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
+
+    @staticmethod
+    def build(pool: KvPool, requests: Sequence[PagedRequest], device: torch.device) -> PagedContext:
+        """Work out slots and views once for all layers."""
+        write: list[int] = []
+        reads: list[slice | Tensor] = []
+        for request in requests:
+            write += pool.slots(request.blocks, request.num_keys - request.num_rows, request.num_keys)
+            reads.append(_reading(pool, request, device))
+        return PagedContext(pool, tuple(requests), torch.tensor(write, device=device), tuple(reads))
+
+    def attend(self, layer: int, query_1NRD: Tensor, key_1MRD: Tensor, value_1MRD: Tensor, scale: float) -> Tensor:
+        """See `AttentionContext.attend`; rows are those of all requests behind each other."""
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        keys.index_copy_(0, self.write_slots_R, key_1MRD[0].transpose(0, 1))
+        values.index_copy_(0, self.write_slots_R, value_1MRD[0].transpose(0, 1))
+        query_RND = query_1NRD[0].transpose(0, 1)
+        regular = self._regular()
+        if regular is not None:
+            return self._attend_together(query_RND, keys, values, scale, *regular)[None]
+        pieces, start = [], 0
+        for i, request in enumerate(self.requests):
+            stop = start + request.num_rows
+            pieces.append(attend_rows(query_RND[start:stop], keys[self.reads[i]], values[self.reads[i]], self._mask(i, query_RND), scale))
+            start = stop
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[None]
+
+    def _mask(self, i: int, query: Tensor) -> Tensor | None:
+        request = self.requests[i]
+        if request.num_rows == 1 and request.mask_QL is None:
+            return None
+        groups = query.shape[1] // self.pool.keys[0].shape[1]
+        key = (i, groups)
+        if key not in self.masks:
+            visible_QL = request.mask_QL
+            if visible_QL is None:
+                visible_QL = causal_mask(request.num_rows, request.num_keys, query.device)
+            self.masks[key] = additive_mask(visible_QL, groups, query.dtype)
+        return self.masks[key]
+
+    def _regular(self) -> tuple[int, int, int] | None:
+        """`(first slot, slots between requests, longest)` where one strided view covers all requests, else None."""
+        count = len(self.requests)
+        if count < 4 or any(r.num_rows != 1 or r.mask_QL is not None for r in self.requests):
+            return None
+        starts = [read.start if isinstance(read, slice) else None for read in self.reads]
+        first, second = starts[0], starts[1]
+        if first is None or second is None:
+            return None
+        step, longest = second - first, max(r.num_keys for r in self.requests)
+        evenly = all(start == first + i * step for i, start in enumerate(starts))
+        fits = first + (count - 1) * step + longest <= self.pool.keys[0].shape[0]
+        return (first, step, longest) if evenly and step > 0 and fits else None
+
+    def _attend_together(self, query_RND: Tensor, keys: Tensor, values: Tensor, scale: float, first: int, step: int, longest: int) -> Tensor:
+        rows, kv_heads, head = query_RND.shape[0], keys.shape[1], keys.shape[2]
+        key = (-1, longest)
+        if key not in self.masks:
+            lengths_B = torch.tensor([r.num_keys for r in self.requests], device=keys.device)
+            visible = torch.arange(longest, device=keys.device)[None] < lengths_B[:, None]
+            self.masks[key] = _as_bias(visible, query_RND.dtype)[:, None, None]
+        shape, strides = (rows, kv_heads, longest, head), (step * keys.stride(0), keys.stride(1), keys.stride(0), 1)
+        key_BMLD, value_BMLD = (side[first:].as_strided(shape, strides) for side in (keys, values))
+        query_BMGD = query_RND.reshape(rows, kv_heads, -1, head)
+        out = F.scaled_dot_product_attention(query_BMGD, key_BMLD, value_BMLD, attn_mask=self.masks[key], scale=scale)
+        return out.reshape(rows, -1, head)
+
+
+@dataclass(frozen=True)
+class DocumentContext:
+    """Attention inside packed rows [B, T]: a position sees the earlier ones of its own document."""
+
+    document_ids_BT: Tensor
+
+    def attend(self, layer: int, query_1NRD: Tensor, key_1MRD: Tensor, value_1MRD: Tensor, scale: float) -> Tensor:
+        """See `AttentionContext.attend`; here the batch is B."""
+        ids = self.document_ids_BT
+        visible = (ids[:, :, None] == ids[:, None, :]).tril()[:, None]
+        bias = _as_bias(visible, query_1NRD.dtype)
+        out = F.scaled_dot_product_attention(query_1NRD, key_1MRD, value_1MRD, attn_mask=bias, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2)
+
+
+def attend_rows(query_QND: Tensor, keys_LMD: Tensor, values_LMD: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Attention of Q rows over L keys, [Q, N, D]. `bias` [G*Q, L] is added to the scores (`additive_mask`), None shows all.
+
+    The G query heads that share a key head are laid out as G*Q rows of it, so that keys are never repeated.
+    """
+    rows, _, head = query_QND.shape
+    kv_heads = keys_LMD.shape[1]
+    query_MXD = query_QND.view(rows, kv_heads, -1, head).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head)
+    keys, values = keys_LMD.transpose(0, 1)[None], values_LMD.transpose(0, 1)[None]
+    out = F.scaled_dot_product_attention(query_MXD, keys, values, attn_mask=bias, scale=scale)
+    return out.view(kv_heads, -1, rows, head).permute(2, 0, 1, 3).reshape(rows, -1, head)
+
+
+def causal_mask(rows: int, keys: int, device: torch.device) -> Tensor:
+    """[rows, keys] bool: the rows are the last ones of `keys`, and each sees itself and what is before it."""
+    return torch.ones(rows, keys, dtype=torch.bool, device=device).tril(keys - rows)
+
+
+def additive_mask(visible_QL: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """The bias for `attend_rows`: 0 where visible, -inf elsewhere, repeated for the G heads of a group, [G*Q, L]."""
+    return _as_bias(visible_QL, dtype).repeat(groups, 1)
+
+
+def _as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+
+
+def _reading(pool: KvPool, request: PagedRequest, device: torch.device) -> slice | Tensor:
+    used = -(-request.num_keys // pool.block_size)
+    first = request.blocks[0]
+    if all(block == first + i for i, block in enumerate(request.blocks[:used])):
+        return slice(first * pool.block_size, first * pool.block_size + request.num_keys)
+    return torch.tensor(pool.slots(request.blocks, 0, request.num_keys), device=device)
+
+
+def _attend(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    scaling: float, context: AttentionContext, **_: object,
+) -> tuple[Tensor, None]:  # fmt: skip
+    return context.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
+
+
+AttentionInterface.register(ATTENTION, _attend)

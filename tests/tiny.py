@@ -1,0 +1,60 @@
+"""A tiny target made on the spot: a byte-level tokenizer with a ChatML template and a random Llama that fits in a megabyte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def tiny_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
+    """One token per byte, plus three special ones: 259 entries, `<|im_end|>` ends a turn."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(SPECIALS + alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    fast.add_special_tokens({"additional_special_tokens": SPECIALS})
+    fast.chat_template = template
+    return fast
+
+
+def tiny_model(seed: int = 0, layers: int = 6, vocab_size: int = 259, sharpness: float = 4.0) -> LlamaForCausalLM:
+    """A random Llama: hidden 32, 4 heads, 2 kv heads, in fp32. `sharpness` scales the head, so that argmaxes are clear."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        eos_token_id=2,
+        bos_token_id=None,
+        pad_token_id=2,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2:
+                weight.normal_(0.0, sharpness / 32**0.5 if "lm_head" in name else 1.5 / 32**0.5)
+    return model
+
+
+def save_tiny_target(directory: Path, seed: int = 0, layers: int = 6) -> Path:
+    """Write tokenizer and model as a transformers directory; `--target DIRECTORY` loads it."""
+    tiny_model(seed, layers).save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    return directory
