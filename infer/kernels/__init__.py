@@ -1,0 +1,1 @@
+"""Pure functions of tensors, each with a plain twin: attention, sampling, acceptance. Imports nothing else of the project."""

@@ -1,0 +1,70 @@
+"""Verification of a batch: one forward's logits and what each request speculated, to one verdict per request.
+
+R rows of logits (all requests, one after another), V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from infer.kernels.accept import Proposal, Verdict, accept, accept_greedy
+from infer.kernels.sample import Purpose, Sampling, greedy_ids, process_logits, uniform
+
+
+@dataclass(frozen=True)
+class RowToVerify:
+    """One request's part of a verification.
+
+    Its logits are rows `start .. start + len(drafted)`: the newest committed token, then the drafted ones. `position` is the
+    absolute position (from 0) of that newest committed token, so drafted token j = 1..K sits at `position + j`.
+    """
+
+    start: int
+    position: int
+    drafted: tuple[int, ...] = ()
+    proposal: Proposal | None = None  # None: the tokens were chosen, not drawn (argmax, n-gram, nothing drafted)
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+def verify_rows(logits_RV: Tensor, rows: Sequence[RowToVerify]) -> list[Verdict]:
+    """Judge every request by its own rule: greedy or sampled, drawn or chosen or empty speculations, of different lengths.
+
+    A verdict depends on the request's own logits, tokens, proposal, sampling and position only, so a seed repeats its tokens
+    whatever else is in the batch.
+    """
+    assert all(row.start >= 0 and row.start + len(row.drafted) < len(logits_RV) for row in rows), (rows, logits_RV.shape)
+    argmax_R = greedy_ids(logits_RV) if any(row.sampling.greedy for row in rows) else []
+    probs = _target_probs(logits_RV, [row for row in rows if not row.sampling.greedy])
+    verdicts = []
+    for row in rows:
+        if row.sampling.greedy:
+            verdicts.append(accept_greedy(argmax_R[row.start : row.start + len(row.drafted) + 1], row.drafted))
+        else:
+            verdicts.append(_accept_sampled(probs[row.start], row))
+    return verdicts
+
+
+def _target_probs(logits_RV: Tensor, rows: Sequence[RowToVerify]) -> dict[int, Tensor]:
+    """Processed distributions [K+1, V] of the sampled requests, by the row they start at; softmax runs once over all of them."""
+    if not rows:
+        return {}
+    lengths = [len(row.drafted) + 1 for row in rows]
+    index = [row.start + j for row, length in zip(rows, lengths, strict=True) for j in range(length)]
+    sampling = [row.sampling for row, length in zip(rows, lengths, strict=True) for _ in range(length)]
+    parts = process_logits(logits_RV[index], sampling).split(lengths)
+    return {row.start: part for row, part in zip(rows, parts, strict=True)}
+
+
+def _accept_sampled(target_probs_LV: Tensor, row: RowToVerify) -> Verdict:
+    positions = range(row.position + 1, row.position + len(row.drafted) + 2)
+    seed = row.sampling.seed
+    return accept(
+        target_probs_LV,
+        row.drafted,
+        row.proposal,
+        accept_uniforms=[uniform(seed, position, Purpose.ACCEPT) for position in positions],
+        bonus_uniforms=[uniform(seed, position, Purpose.BONUS) for position in positions],
+    )
