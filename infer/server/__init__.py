@@ -1,0 +1,1 @@
+"""The HTTP face of serving, in OpenAI's shapes."""
