@@ -1,0 +1,93 @@
+"""The manifest beside a data set: who generated it, from what, how, and the checksums of its files (torch-free).
+
+A drafter only works for the target that wrote its training text, so training copies this record into the drafter card.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from drafters.errors import UserError
+from drafters.settings import Settings, build_settings
+
+MANIFEST_NAME = "manifest.json"
+
+
+class Sampling(Settings):
+    """How the target was sampled. Several temperatures mean a mix; 0 is greedy. `top_k` and `top_p` are None when not cut."""
+
+    temperatures: tuple[float, ...]
+    max_new_tokens: int
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+class Manifest(Settings):
+    """The record of a data set. `files` maps file names, relative to the manifest's directory, to their SHA-256."""
+
+    version: Literal[1] = 1
+    target: str
+    target_weight_hash: str
+    tokenizer_hash: str
+    template_hash: str
+    sampling: Sampling
+    seed: int
+    prompt_source: str
+    num_rows: int
+    num_truncated: int = 0
+    num_response_tokens: int
+    subjects: dict[str, int] = Field(default_factory=dict)
+    files: dict[str, str]
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def checksums(directory: Path, paths: list[Path]) -> dict[str, str]:
+    """The `files` field for `paths`, which lie in or below `directory`."""
+    return {path.relative_to(directory).as_posix(): sha256_of(path) for path in sorted(paths)}
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> Path:
+    """Write `directory/manifest.json` beside its final name and rename it, so that a reader never sees half of it."""
+    final = directory / MANIFEST_NAME
+    partial = directory / f".{MANIFEST_NAME}.{os.getpid()}"
+    partial.write_text(json.dumps(manifest.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, final)
+    return final
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read `directory/manifest.json`. Raises `UserError` naming the file where it is missing, malformed or incomplete."""
+    path = directory / MANIFEST_NAME
+    if not path.is_file():
+        raise UserError(f"no {MANIFEST_NAME} in {directory}: data sets made by `python -m data.synthesize` have one")
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}): generate the data set again or restore the file") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} has to hold one JSON object, not a {type(content).__name__}")
+    return build_settings(Manifest, content, where=str(path))
+
+
+def check_files(directory: Path, manifest: Manifest) -> None:
+    """Compare the data files with their checksums. Raises `UserError` naming the first one that is missing or has changed."""
+    for name, expected in manifest.files.items():
+        path = directory / name
+        if not path.is_file():
+            raise UserError(f"{path} is missing though {MANIFEST_NAME} lists it: restore it or generate the data set again")
+        found = sha256_of(path)
+        if found != expected:
+            raise UserError(
+                f"{path} has SHA-256 {found[:12]}..., {MANIFEST_NAME} says {expected[:12]}...: restore it or make the data set again"
+            )
