@@ -54,7 +54,8 @@ def _target_probs(logits_RV: Tensor, rows: Sequence[RowToVerify]) -> dict[int, T
     lengths = [len(row.drafted) + 1 for row in rows]
     index = [row.start + j for row, length in zip(rows, lengths, strict=True) for j in range(length)]
     sampling = [row.sampling for row, length in zip(rows, lengths, strict=True) for _ in range(length)]
-    parts = process_logits(logits_RV[index], sampling).split(lengths)
+    sampled_RV = logits_RV if index == list(range(len(logits_RV))) else logits_RV[index]
+    parts = process_logits(sampled_RV, sampling).split(lengths)
     return {row.start: part for row, part in zip(rows, parts, strict=True)}
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
-_NUCLEUS = 256  # candidates that are sorted for top-p; a row whose nucleus is larger is sorted in full
+_NUCLEUS = 256  # candidates sorted for top-p where top-k names no number; a row whose nucleus is larger is sorted in full
 _BLOCK = 128  # entries per block of the two-level inverse CDF
 
 
@@ -71,46 +71,37 @@ def greedy_ids(logits_RV: Tensor) -> list[int]:
 
 
 def process_logits_reference(logits_RV: Tensor, sampling: Sequence[Sampling]) -> Tensor:
-    """Plain twin of `process_logits`: one full sort for each filter of each row."""
+    """Plain twin of `process_logits`: softmax and a full sort of each row."""
     rows = []
     for logits_V, row in zip(logits_RV.float(), sampling, strict=True):
-        scaled_V = (logits_V - logits_V.max()) / row.temperature
-        if row.top_k is not None:
-            kth = scaled_V.sort(descending=True).values[min(row.top_k, len(scaled_V)) - 1]
-            scaled_V = scaled_V.masked_fill(scaled_V < kth, -math.inf)
-        probs_V = scaled_V.softmax(-1)
-        if row.top_p < 1.0:
-            values_V = probs_V.sort(descending=True).values
-            before_V = values_V.double().cumsum(-1) - values_V
-            threshold = values_V[int((before_V < row.top_p).sum()) - 1]
-            probs_V = probs_V * (probs_V >= threshold)
-            probs_V = probs_V / probs_V.sum()
-        rows.append(probs_V)
+        probs_V = (logits_V / row.temperature).softmax(-1)
+        values = probs_V.sort(descending=True).values.tolist()[: row.top_k]
+        kept, mass = 0, 0.0
+        while kept < len(values) and mass < row.top_p * sum(values):
+            mass += values[kept]
+            kept += 1
+        probs_V = torch.where(probs_V >= values[kept - 1], probs_V, 0.0)
+        rows.append(probs_V / probs_V.sum())
     return torch.stack(rows)
 
 
 def process_logits(logits_RV: Tensor, sampling: Sequence[Sampling]) -> Tensor:
     """Logits to the distribution a request samples from: temperature, then top-k, then top-p. fp32 [R, V], rows sum to 1.
 
-    top-p keeps the smallest set of likeliest tokens whose mass reaches it. Tokens that equal the last one kept, in either filter,
-    are kept too. A row depends on its own logits and settings only. Greedy rows have no distribution here: see `greedy_ids`.
+    top-p keeps the smallest set of likeliest tokens that reaches this share of what top-k left. Tokens as likely as the last one
+    kept are kept too. A row depends on its own logits and settings only. Greedy rows have no distribution here: see `greedy_ids`.
     """
     assert len(sampling) == len(logits_RV), (len(sampling), logits_RV.shape)
     assert not any(row.greedy for row in sampling), "greedy rows take the argmax, they are not sampled at a tiny temperature"
     temperatures_R1 = torch.tensor([[row.temperature] for row in sampling], dtype=torch.float32, device=logits_RV.device)
     logits_RV = logits_RV.float()
-    # The maximum goes first: a tiny temperature then underflows to a one-hot instead of overflowing.
-    scaled_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)).div_(temperatures_R1)
-    for top_k in {row.top_k for row in sampling if row.top_k is not None}:
-        index = [i for i, row in enumerate(sampling) if row.top_k == top_k]
-        kept_MV = scaled_RV[index]
-        kth_M1 = kept_MV.topk(min(top_k, kept_MV.shape[-1])).values[:, -1:]
-        scaled_RV[index] = kept_MV.masked_fill(kept_MV < kth_M1, -math.inf)
-    probs_RV = scaled_RV.softmax(-1)
-    for i, row in enumerate(sampling):
-        if row.top_p < 1.0:
-            probs_RV[i] = _nucleus(probs_RV[i], row.top_p)
-    return probs_RV
+    # The maximum goes first: a tiny temperature then underflows to a one-hot instead of overflowing. From here on in place:
+    # fresh megabytes cost more in page faults than the arithmetic on them.
+    weights_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)).div_(temperatures_R1).exp_()
+    for weights_V, row in zip(weights_RV, sampling, strict=True):
+        if row.top_k is not None or row.top_p < 1.0:
+            weights_V.masked_fill_(weights_V < _smallest_kept(weights_V, row), 0.0)
+    return weights_RV.div_(weights_RV.sum(-1, keepdim=True))
 
 
 def sample_from(weights_RV: Tensor, uniforms_R: Tensor) -> Tensor:
@@ -144,15 +135,15 @@ def _first_above(weights_RN: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]
     return index_R, targets_R - start_R
 
 
-def _nucleus(probs_V: Tensor, top_p: float) -> Tensor:
-    values_N = probs_V.topk(min(_NUCLEUS, len(probs_V))).values
-    before_N = values_N.double().cumsum(-1) - values_N
-    if float(before_N[-1]) < top_p and len(values_N) < len(probs_V):
-        values_N = probs_V.sort(descending=True).values
-        before_N = values_N.double().cumsum(-1) - values_N
-    threshold = values_N[(before_N < top_p).sum() - 1]
-    kept_V = probs_V * (probs_V >= threshold)
-    return kept_V / kept_V.sum()
+def _smallest_kept(weights_V: Tensor, row: Sampling) -> Tensor:
+    """The smallest weight that top-k and top-p let through."""
+    values_N = weights_V.topk(min(row.top_k or _NUCLEUS, len(weights_V))).values.double()
+    if row.top_p == 1.0:
+        return values_N[-1]
+    needed = row.top_p * (weights_V.sum(dtype=torch.float64) if row.top_k is None else values_N.sum())
+    if row.top_k is None and bool(values_N.sum() < needed):
+        values_N = weights_V.sort(descending=True).values.double()
+    return values_N[(values_N.cumsum(-1) - values_N < needed).sum() - 1]
 
 
 def _mix(state: int) -> int:
