@@ -53,7 +53,7 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
             level = level.setdefault(parent, {})
             if not isinstance(level, dict):
                 raise UserError(f"{key!r} goes below {parent!r}, which was already given a plain value")
-        level[leaf] = _parse_value(value)
+        level[leaf] = _parse_value(key, value)
     return result
 
 
@@ -71,8 +71,11 @@ def load_settings(kind: type[S], path: str | Path, overrides: Sequence[str] = ()
     return build_settings(kind, read_yaml(path), parse_overrides(overrides), str(path))
 
 
-def _parse_value(text: str) -> Any:
-    value = yaml.safe_load(text) if text else None
+def _parse_value(key: str, text: str) -> Any:
+    try:
+        value = yaml.safe_load(text) if text else None
+    except yaml.YAMLError as error:
+        raise UserError(f"cannot read the value of {key!r}: {text!r} is not valid YAML (close brackets and quotes)") from error
     if isinstance(value, str):  # YAML 1.1 reads 1e-4 as a string: it wants a dot in the mantissa
         try:
             return float(value)

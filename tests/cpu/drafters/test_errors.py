@@ -1,0 +1,60 @@
+"""A user's mistake becomes one line and an exit status; a programmer's keeps its traceback."""
+
+from __future__ import annotations
+
+import pytest
+
+from drafters.errors import UserError, run_command, unknown_name
+
+
+def test_unknown_name_suggests_the_nearest() -> None:
+    error = unknown_name("setting", "lookahed", ["budget", "lookahead", "policy"])
+    assert str(error) == "unknown setting 'lookahed': did you mean 'lookahead'?"
+
+
+def test_unknown_name_lists_all_where_none_is_near() -> None:
+    error = unknown_name("policy", "xyz", ["uniform", "geometric"])
+    assert str(error) == "unknown policy 'xyz': known: geometric, uniform"
+
+
+@pytest.mark.parametrize(("returned", "status"), [(None, 0), (0, 0), (3, 3)])
+def test_exit_status_of_a_command_that_ends(returned: int | None, status: int) -> None:
+    assert run_command(lambda argv: returned, []) == status
+
+
+def test_a_users_mistake_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(argv: list[str]) -> int:
+        raise UserError("prompt is empty:\n    give --prompt some text")
+
+    assert run_command(main, []) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "error: prompt is empty: give --prompt some text\n"
+    assert captured.out == ""
+
+
+def test_debug_shows_the_traceback_and_is_not_passed_on() -> None:
+    seen: list[list[str]] = []
+
+    def main(argv: list[str]) -> int:
+        seen.append(argv)
+        raise UserError("no")
+
+    with pytest.raises(UserError, match="no"):
+        run_command(main, ["--debug", "lookahead=5"])
+    assert seen == [["lookahead=5"]]
+
+
+def test_other_exceptions_are_not_swallowed() -> None:
+    def main(argv: list[str]) -> int:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_command(main, [])
+
+
+def test_interrupt_ends_with_the_shells_status(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    assert run_command(main, []) == 130
+    assert capsys.readouterr().err == "interrupted\n"

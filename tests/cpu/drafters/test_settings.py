@@ -1,0 +1,147 @@
+"""Recipes and `key=value` overrides: what is read, and how a mistake is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field, ValidationError
+
+from drafters.errors import UserError
+from drafters.settings import Settings, build_settings, load_settings, parse_overrides, read_yaml
+
+
+class Optimizer(Settings):
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+
+
+class Recipe(Settings):
+    target: str
+    lookahead: int = Field(default=5, ge=1)
+    optimizer: Optimizer = Optimizer()
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_file_and_overrides_are_laid_over_the_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, "target: tiny\nlookahead: 3\noptimizer:\n  betas: [0.8, 0.9]\n")
+    recipe = load_settings(Recipe, path, ["lookahead=7", "optimizer.lr=1e-4"])
+    assert recipe == Recipe(target="tiny", lookahead=7, optimizer=Optimizer(lr=1e-4, betas=(0.8, 0.9)))
+
+
+def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
+    assert load_settings(Optimizer, write(tmp_path, "")) == Optimizer()
+
+
+@pytest.mark.parametrize(
+    ("pair", "expected"),
+    [
+        ("lr=1e-4", {"lr": 1e-4}),  # YAML 1.1 alone reads this as a string
+        ("lr=1.0e-4", {"lr": 1e-4}),
+        ("n=5", {"n": 5}),
+        ("on=true", {"on": True}),
+        ("name=tiny", {"name": "tiny"}),
+        ("none=null", {"none": None}),
+        ("empty=", {"empty": None}),
+        ("sizes=[1, 2]", {"sizes": [1, 2]}),
+        ("a.b.c=1", {"a": {"b": {"c": 1}}}),
+        ("path=a=b", {"path": "a=b"}),
+    ],
+)
+def test_parse_overrides(pair: str, expected: dict[str, Any]) -> None:
+    result = parse_overrides([pair])
+    assert result == expected
+    assert [type(value) for value in result.values()] == [type(value) for value in expected.values()]
+
+
+def test_the_last_override_of_a_key_wins_and_neighbours_stay() -> None:
+    assert parse_overrides(["a.x=1", "a.y=2", "a.x=3"]) == {"a": {"x": 3, "y": 2}}
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_any_float_survives_as_python_writes_it(value: float) -> None:
+    assert parse_overrides([f"x={value!r}"]) == {"x": value}
+
+
+@pytest.mark.parametrize("pair", ["lookahead", "=5", ""])
+def test_an_override_without_key_or_value_is_refused(pair: str) -> None:
+    with pytest.raises(UserError, match="key=value"):
+        parse_overrides([pair])
+
+
+def test_an_override_whose_value_is_not_yaml_is_refused() -> None:
+    with pytest.raises(UserError, match=r"sizes.*\[1, 2"):
+        parse_overrides(["sizes=[1, 2"])
+
+
+def test_an_override_below_a_plain_value_is_refused() -> None:
+    with pytest.raises(UserError, match="'a.b' goes below 'a'"):
+        parse_overrides(["a=1", "a.b=2"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["lookahed=5"], ["unknown setting 'lookahed'", "did you mean 'lookahead'?"]),
+        (["optimizer.betaz=[0, 1]"], ["unknown setting 'betaz'", "did you mean 'betas'?"]),
+        (["lookahead=0"], ["'lookahead' = 0", "greater than or equal to 1"]),
+        (["lookahead=many"], ["'lookahead' = 'many'", "valid integer"]),
+        (["optimizer.lr=fast"], ["'optimizer.lr' = 'fast'", "valid number"]),
+    ],
+)
+def test_a_mistake_names_file_key_and_value(tmp_path: Path, overrides: list[str], words: list[str]) -> None:
+    path = write(tmp_path, "target: tiny\n")
+    with pytest.raises(UserError) as caught:
+        load_settings(Recipe, path, overrides)
+    for word in [str(path), *words]:
+        assert word in str(caught.value)
+
+
+def test_a_missing_setting_is_named_with_the_way_to_give_it() -> None:
+    with pytest.raises(UserError, match="'target' is missing.*target=VALUE"):
+        build_settings(Recipe, {})
+
+
+def test_settings_cannot_be_changed() -> None:
+    recipe = Recipe(target="tiny")
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe.lookahead = 6  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_building_leaves_its_inputs_alone() -> None:
+    content = {"target": "tiny", "optimizer": {"lr": 0.5}}
+    build_settings(Recipe, content, {"optimizer": {"lr": 0.1}})
+    assert content == {"target": "tiny", "optimizer": {"lr": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [("- a\n- b\n", "not a list"), ("just words", "not a str"), ("a: [1", "not valid YAML"), ("a: 1\n b: 2", "not valid YAML")],
+)
+def test_a_malformed_file_is_named(tmp_path: Path, text: str, word: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(UserError) as caught:
+        read_yaml(path)
+    assert str(path) in str(caught.value)
+    assert word in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file: .*absent.yaml"):
+        read_yaml(tmp_path / "absent.yaml")
+
+
+def test_settings_and_errors_load_without_torch() -> None:
+    """`--help` and a mistyped key answer at once, not after seconds of importing torch."""
+    code = "import sys, drafters.errors, drafters.settings; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).resolve().parents[3]).returncode == 0
