@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from drafters.eagle3_ssd.card import DrafterCard
 from drafters.errors import UserError
 from infer.kernels.saguaro import top_f
 
@@ -46,10 +47,22 @@ class OutcomeStatistics:
     `law` alone.
     """
 
-    acceptance: float
-    law: PowerLaw
+    acceptance: float | None = None
+    law: PowerLaw | None = None
     reach: tuple[float, ...] = ()
     recall: tuple[tuple[float, ...], ...] = ()
+
+
+def statistics_of(card: DrafterCard, after_hit: bool) -> OutcomeStatistics:
+    """The card's figures. Features are older after a hit, so the tables differ; where one is missing the other stands in."""
+    tables = (card.measured_lagged, card.measured_fresh) if after_hit else (card.measured_fresh, card.measured_lagged)
+    measured = tables[0] or tables[1]
+    return OutcomeStatistics(
+        acceptance=card.law.a if card.law else None,
+        law=PowerLaw(card.law.miss_rejected, card.law.miss_accepted, card.law.r) if card.law else None,
+        reach=measured.reach if measured else (),
+        recall=measured.recall if measured else (),
+    )
 
 
 class Branches(NamedTuple):
@@ -133,11 +146,11 @@ def fan_out(policy: Policy | str, lookahead: int, budget: int, statistics: Outco
     """
     if Policy(policy) is Policy.UNIFORM:
         return uniform(lookahead, budget)
-    if statistics is None:
-        raise UserError("policy = geometric needs the drafter's measured acceptance and its card has none: use policy=uniform")
-    if statistics.reach:
-        return measured(budget, *resize(statistics, lookahead), statistics.law.exponent)
-    return geometric(lookahead, budget, statistics.acceptance, statistics.law)
+    if statistics is not None and statistics.reach:
+        return measured(budget, *resize(statistics, lookahead), statistics.law.exponent if statistics.law else 1.0)
+    if statistics is not None and statistics.law is not None and statistics.acceptance is not None:
+        return geometric(lookahead, budget, statistics.acceptance, statistics.law)
+    raise UserError("policy = geometric needs the drafter's measured acceptance and its card has none: use policy=uniform")
 
 
 def uniform(lookahead: int, budget: int) -> tuple[int, ...]:
@@ -204,7 +217,7 @@ def resize(statistics: OutcomeStatistics, lookahead: int) -> tuple[tuple[float, 
     if lookahead <= longest:
         return (*reach[:lookahead], sum(reach[lookahead:])), (*recall[:lookahead], recall[-1])
     before = sum(reach[longest - 1 :]) if longest else 1.0
-    accept = (reach[-1] / before if before > 0 else 0.0) if longest else statistics.acceptance
+    accept = (reach[-1] / before if before > 0 else 0.0) if longest else statistics.acceptance or 0.0
     extra = lookahead - longest
     tail = [reach[-1] * p for p in geometric_reach(extra, accept)]
     rejected = recall[-2] if longest else recall[-1]

@@ -77,7 +77,7 @@ def process_logits_reference(logits_RV: Tensor, sampling: Sequence[Sampling]) ->
         probs_V = (logits_V / row.temperature).softmax(-1)
         values = probs_V.sort(descending=True).values.tolist()[: row.top_k]
         kept, mass = 0, 0.0
-        while kept < len(values) and mass < row.top_p * sum(values):
+        while kept < len(values) and (row.top_p == 1.0 or mass < row.top_p * sum(values)):
             mass += values[kept]
             kept += 1
         probs_V = torch.where(probs_V >= values[kept - 1], probs_V, 0.0)
