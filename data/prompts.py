@@ -70,12 +70,12 @@ def _questions(messages: Sequence[Message]) -> Iterator[str]:
     return (message["content"] for message in messages if message["role"] == "user")
 
 
-def _grams(text: str, n: int) -> set[tuple[str, ...]]:
-    """Every run of `n` words; all the words at once where there are fewer."""
+def _grams(text: str, n: int) -> list[tuple[str, ...]]:
+    """Every run of `n` words in order, each once; all the words at once where there are fewer."""
     words = re.findall(r"\w+", text.lower())
     if not words:
-        return set()
-    return {tuple(words[start : start + n]) for start in range(max(1, len(words) - n + 1))}
+        return []
+    return list(dict.fromkeys(tuple(words[start : start + n]) for start in range(max(1, len(words) - n + 1))))
 
 
 def _to_prompt(conversation: Conversation) -> Prompt:
@@ -90,6 +90,7 @@ def _to_prompt(conversation: Conversation) -> Prompt:
 def _refuse_duplicates(conversations: Iterable[Conversation]) -> None:
     sources: dict[str, str] = {}
     for conversation in conversations:
-        first = sources.setdefault(conversation.id, conversation.source)
-        if first != conversation.source:
+        if conversation.id in sources:
+            first = sources[conversation.id]
             raise DataError(f"{conversation.source}: the id {conversation.id!r} stands at {first} already: give each prompt its own id")
+        sources[conversation.id] = conversation.source

@@ -1,0 +1,1 @@
+"""Reading, rendering, packing, prompts and manifests."""
