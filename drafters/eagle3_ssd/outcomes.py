@@ -176,17 +176,26 @@ def geometric_reach(lookahead: int, acceptance: float) -> list[float]:
 
 
 def measured(budget: int, reach: Sequence[float], recall: Sequence[Sequence[float]], tail_exponent: float = 1.0) -> tuple[int, ...]:
-    """Give each branch of the budget to the k where it adds most hits, by measured reach_k and recall_k@F.
+    """Give out the budget where a branch adds most hits, by measured reach_k and recall_k@F.
 
-    Best possible where each further choice of a k adds no more than the one before. Beyond the measured F the miss
-    probability goes on as F^-tail_exponent. Equal gains go to the smallest k.
+    Each time the k with the largest gain per branch takes the branches that give it: one, or several where a later choice adds
+    more than the next (a first choice that seldom hits must not hide a second one that often does). Best possible where the gains
+    of each k fall, and otherwise up to the last hand-out. Beyond the measured F the miss probability goes on as F^-tail_exponent.
     """
     counts = [0] * len(reach)
-    gains = [p * recall_at(row, 1, tail_exponent) for p, row in zip(reach, recall, strict=True)]
-    for _ in range(budget):
-        k = max(range(len(gains)), key=gains.__getitem__)
-        counts[k] += 1
-        gains[k] = reach[k] * (recall_at(recall[k], counts[k] + 1, tail_exponent) - recall_at(recall[k], counts[k], tail_exponent))
+
+    def best_step(k: int, left: int) -> tuple[float, int]:
+        """Gain per branch and how many; the smallest number of equal ones. Beyond its table a row's gains fall: one will do."""
+        now = recall_at(recall[k], counts[k], tail_exponent)
+        sizes = range(1, min(left, max(1, len(recall[k]) - counts[k])) + 1)
+        gains = [(reach[k] * (recall_at(recall[k], counts[k] + size, tail_exponent) - now) / size, -size) for size in sizes]
+        gain, size = max(gains)
+        return gain, -size
+
+    while left := budget - sum(counts):
+        steps = [best_step(k, left) for k in range(len(reach))]
+        k = max(range(len(steps)), key=lambda k: steps[k][0])  # the smallest k of equal ones
+        counts[k] += steps[k][1]
     return tuple(counts)
 
 
