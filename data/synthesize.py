@@ -1,0 +1,217 @@
+"""Write a training corpus with the target itself: it writes (or completes) user turns, then answers them.
+
+    python -m data.synthesize --target builtin:smollm2-135m --out data/corpora/mine --response-tokens 300000
+
+Interrupted runs go on where they stopped: each finished piece is a line in OUT/work/, and every draw is keyed by seed and row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.progress import Progress
+
+from data.manifest import Manifest, Sampling, checksums, write_manifest
+from data.prompts import read_prompts
+from data.seeds import opening
+from drafters.errors import UserError, run_command
+
+PROMPT_TEMPERATURE = 1.0
+ANSWER_TEMPERATURES = (0.0, 0.8)  # half of the answers each: served greedily and sampled
+MAX_PROMPT_TOKENS = 160
+TOKENS_PER_ANSWER_GUESS = 100  # low, so that the prompts do not run out before the tokens asked for are there
+
+
+class Row(NamedTuple):
+    """A user turn to answer, with the temperature of its answer."""
+
+    key: str
+    subject: str
+    prompt: str
+    temperature: float
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _arguments(argv)
+    work = Path(options.out) / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    if options.merge:
+        return _merge(options, work)
+    from data.batch_generate import BatchGenerator
+    from drafters.targets import load_target
+
+    target = load_target(options.target, options.dtype)
+    generator = BatchGenerator(target, options.batch_size, 512 + options.max_new_tokens)
+    with Progress() as progress:
+        rows = _write_prompts(options, target, generator, work, progress)
+        _write_answers(options, target, generator, rows, work, progress)
+    _finish(options, target, work)
+    return 0
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m data.synthesize", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="directory, hub id, .gguf file or builtin:smollm2-135m")
+    parser.add_argument("--out", required=True, help="directory of the corpus; gets corpus.parquet and manifest.json")
+    parser.add_argument("--prompts", nargs="*", help="files with prompts to answer (default: the target writes them itself)")
+    parser.add_argument("--response-tokens", type=int, default=300_000, help="stop after this many answer tokens (default 300000)")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer (default 256)")
+    parser.add_argument("--batch-size", type=int, default=64, help="requests decoded together (default 64)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float16"))
+    parser.add_argument("--shard", default="0/1", help="I/N: write the I-th of N parts, for N processes side by side; then --merge")
+    parser.add_argument("--merge", action="store_true", help="only put together what the shards wrote")
+    options = parser.parse_args(argv)
+    index, _, count = options.shard.partition("/")
+    if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
+        raise UserError(f"--shard {options.shard!r}: write I/N with I below N, for example 0/2")
+    options.index, options.count = int(index), int(count)
+    if options.response_tokens < 1:
+        raise UserError(f"--response-tokens {options.response_tokens}: has to be at least 1")
+    return options
+
+
+def _write_prompts(options: argparse.Namespace, target: Any, generator: Any, work: Path, progress: Progress) -> list[Row]:
+    """All rows of this shard: read from files, or drawn from `data.seeds` and completed by the target."""
+    from data.batch_generate import Ask
+
+    if options.prompts:
+        prompts = [prompt for prompt in read_prompts(options.prompts) if len(prompt.messages) == 1]
+        mine = prompts[options.index :: options.count]
+        return [Row(p.id, "file", p.messages[0]["content"], _temperature(i)) for i, p in enumerate(mine)]
+    share = options.response_tokens // options.count
+    drawn = {}
+    for i in range(options.index, options.count * (share // TOKENS_PER_ANSWER_GUESS + 1), options.count):
+        drawn[f"{options.seed}-{i:06d}"] = opening(random.Random(f"{options.seed}:{i}"))
+    file = work / f"prompts-{options.index}.jsonl"
+    done = {line["key"]: line for line in _lines(file)}
+    asks = [
+        Ask(key, _user_turn(target.tokenizer, o.text), PROMPT_TEMPERATURE, MAX_PROMPT_TOKENS, _seed(options.seed, key, "prompt"))
+        for key, o in drawn.items()
+        if o.continues and key not in done
+    ]
+    task = progress.add_task("prompts", total=len(asks))
+    with file.open("a", encoding="utf-8") as out:
+        for answer in generator.run(asks):
+            text = target.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+            done[answer.key] = {"key": answer.key, "text": text, "ended": answer.ended}
+            print(json.dumps(done[answer.key]), file=out, flush=True)
+            progress.advance(task)
+    rows = []
+    for position, (key, o) in enumerate(drawn.items()):
+        text = (o.text + done[key]["text"] if o.continues else o.text).strip()
+        if text and (not o.continues or done[key]["ended"]):  # a turn that never ended is no prompt
+            rows.append(Row(key, o.subject, text, _temperature(position)))
+    return rows
+
+
+def _write_answers(options: argparse.Namespace, target: Any, generator: Any, rows: list[Row], work: Path, progress: Progress) -> None:
+    from data.batch_generate import Ask
+    from data.render import render_prompt
+
+    file = work / f"answers-{options.index}.jsonl"
+    finished = _lines(file)
+    done, tokens = {line["id"] for line in finished}, sum(line["tokens"] for line in finished)
+    goal = options.response_tokens // options.count
+    by_key = {row.key: row for row in rows}
+
+    def asks() -> Iterator[Ask]:
+        for row in rows:
+            ids = tuple(render_prompt([{"role": "user", "content": row.prompt}], target.tokenizer))
+            if row.key not in done and len(ids) <= 512:
+                yield Ask(row.key, ids, row.temperature, options.max_new_tokens, _seed(options.seed, row.key, "answer"))
+
+    task = progress.add_task("answer tokens", total=goal, completed=min(tokens, goal))
+    with file.open("a", encoding="utf-8") as out:
+        for answer in generator.run(asks()) if tokens < goal else ():
+            row = by_key[answer.key]
+            text = target.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+            if not text.strip():
+                continue
+            messages = [{"role": "user", "content": row.prompt}, {"role": "assistant", "content": text}]
+            line = {"id": row.key, "messages": messages, "finish_reason": "stop" if answer.ended else "length"}
+            line |= {"subject": row.subject, "temperature": row.temperature, "tokens": len(answer.token_ids)}
+            print(json.dumps(line), file=out, flush=True)
+            tokens += line["tokens"]
+            progress.update(task, completed=min(tokens, goal))
+            if tokens >= goal:
+                break
+
+
+def _finish(options: argparse.Namespace, target: Any, work: Path) -> None:
+    facts = {key: getattr(target.facts, key) for key in ("weight_hash", "tokenizer_hash", "template_hash")}
+    (work / f"target-{options.index}.json").write_text(json.dumps({"name": options.target, **facts}))
+    if options.count == 1:
+        _merge(options, work)
+    else:
+        print(f"shard {options.shard} is complete; when all are: the same command with --merge")
+
+
+def _merge(options: argparse.Namespace, work: Path) -> int:
+    """Put the shards' answers into OUT/corpus.parquet with its manifest."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    described = sorted(work.glob("target-*.json"))
+    rows = [line for file in sorted(work.glob("answers-*.jsonl")) for line in _lines(file)]
+    if not rows or not described:
+        raise UserError(f"{work} holds no finished shard; run the command without --merge first")
+    rows.sort(key=lambda row: row["id"])
+    about, out = json.loads(described[0].read_text()), Path(options.out)
+    file = out / "corpus.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), file, compression="zstd", compression_level=19)
+    sampling = Sampling(temperatures=ANSWER_TEMPERATURES, max_new_tokens=options.max_new_tokens, top_k=None, top_p=None)
+    subjects = sorted({row["subject"] for row in rows})
+    manifest = Manifest(
+        target=about["name"],
+        target_weight_hash=about["weight_hash"],
+        tokenizer_hash=about["tokenizer_hash"],
+        template_hash=about["template_hash"],
+        sampling=sampling,
+        seed=options.seed,
+        prompt_source="files: " + ", ".join(map(str, options.prompts)) if options.prompts else "self-prompted (data.seeds)",
+        num_rows=len(rows),
+        num_truncated=sum(row["finish_reason"] == "length" for row in rows),
+        num_response_tokens=sum(row["tokens"] for row in rows),
+        subjects={subject: sum(row["subject"] == subject for row in rows) for subject in subjects},
+        files=checksums(out, [file]),
+    )
+    write_manifest(out, manifest)
+    print(f"{file}: {manifest.num_rows} conversations, {manifest.num_response_tokens} answer tokens")
+    return 0
+
+
+def _user_turn(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """The template up to the start of a user turn, and the turn's first words: the target writes on from there."""
+    marker = "\u2063"
+    whole = tokenizer.apply_chat_template([{"role": "user", "content": marker}], tokenize=False)
+    return tuple(tokenizer(whole[: whole.index(marker)] + text, add_special_tokens=False).input_ids)
+
+
+def _temperature(position: int) -> float:
+    return ANSWER_TEMPERATURES[position % len(ANSWER_TEMPERATURES)]
+
+
+def _seed(seed: int, key: str, purpose: str) -> int:
+    return random.Random(f"{seed}:{key}:{purpose}").getrandbits(48)
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """The complete lines of a work file; one that a kill cut short is left out, and written again."""
+    if not file.is_file():
+        return []
+    content = file.read_text(encoding="utf-8")
+    whole = content[: content.rfind("\n") + 1]
+    if whole != content:
+        file.write_text(whole, encoding="utf-8")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
