@@ -1,0 +1,141 @@
+"""Settings of a training run, validated once. Torch-free; every field can be set in a recipe or as `key=value`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from drafters.settings import Settings
+
+
+class DataSettings(Settings):
+    """Conversations written by the target, and how they become rows."""
+
+    paths: tuple[str, ...] = Field(min_length=1, description="files, directories or hub names of conversations")
+    row_length: int = Field(default=512, ge=8, description="tokens of a packed row; longer conversations are cut")
+    max_conversations: PositiveInt | None = Field(default=None, description="read at most that many from each path")
+    heldout_conversations: PositiveInt = Field(default=48, description="kept out of training, to measure on")
+
+
+class FeatureSettings(Settings):
+    """Target features: computed once and kept on disk, or computed as they are needed."""
+
+    mode: Literal["offline", "online"] = "offline"
+    directory: str = "runs/features"
+    rows_per_shard: PositiveInt = 32
+    rows_per_forward: PositiveInt = 4
+    max_gigabytes: PositiveFloat = Field(default=50.0, description="refuse to write a larger store")
+
+
+class DrafterSettings(Settings):
+    """The drafter to train. Sizes not given here are the target's."""
+
+    init: str = Field(default="target", description="'target', 'random', or a drafter directory to go on from")
+    num_hidden_layers: PositiveInt = 1
+    draft_vocab_size: PositiveInt = 8192
+    tap_hidden_states_ids: tuple[int, int, int] | None = Field(default=None, description="default: 2, L//2, L-3 of the target's L layers")
+
+
+class OptimizerSettings(Settings):
+    """AdamW with linear warm-up and a cosine to `final_lr_ratio`."""
+
+    lr: PositiveFloat = 5e-4
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    weight_decay: NonNegativeFloat = 0.0
+    warmup_steps: NonNegativeInt = 50
+    final_lr_ratio: float = Field(default=0.05, ge=0, le=1)
+    clip_norm: PositiveFloat = 1.0
+
+
+class LossSettings(Settings):
+    """What is minimised: kl * KL + acceptance * expected rejection, weighted by depth."""
+
+    kl: NonNegativeFloat = 1.0
+    acceptance: NonNegativeFloat = 0.0
+    depth_weights: Literal["decay", "flat"] = "decay"
+    gamma: float = Field(default=0.9, gt=0, le=1, description="weight of depth d is gamma^d under 'decay'")
+    window: PositiveInt | None = Field(default=None, description="refresh window w of the unroll; null is infinite")
+    recompute: bool = Field(default=False, description="recompute activations in the backward pass: less memory, a third more time")
+
+
+class Stage(Settings):
+    """A part of the curriculum: so many optimizer steps at one unroll depth."""
+
+    steps: PositiveInt
+    depth: NonNegativeInt = Field(description="deepest drafter step; depth 0 is the step with true features")
+    anchors_per_row: PositiveInt | None = Field(default=None, description="anchors sampled for depths >= 1; null takes all")
+
+
+class BatchSettings(Settings):
+    """Rows of one optimizer step over all processes, and of one forward in one process."""
+
+    rows_per_step: PositiveInt = 8
+    rows_per_forward: PositiveInt = 4
+
+
+class HeldoutSettings(Settings):
+    """What is measured on held-out data, and when."""
+
+    every: PositiveInt = 200
+    lookahead: PositiveInt = 5
+    budgets: tuple[PositiveInt, ...] = (6, 12, 24, 48)
+    max_rows: PositiveInt = 32
+    depth: PositiveInt | None = Field(default=None, description="deepest step measured; default 3 * lookahead")
+    verify_ms: PositiveFloat = Field(default=16.0, description="one verification, for the predicted speed")
+    background_ms: PositiveFloat = Field(default=12.0, description="extend, glue and tree of one round, for the predicted speed")
+    fallback_ms: NonNegativeFloat = Field(default=8.0, description="the answer to a miss, for the predicted speed")
+
+
+class CheckpointSettings(Settings):
+    """Training state, to resume from."""
+
+    every: PositiveInt = 200
+    keep: PositiveInt = 2
+
+
+class WandbSettings(Settings):
+    """Weights & Biases; off unless asked for. `offline` needs no network."""
+
+    mode: Literal["disabled", "offline", "online"] = "disabled"
+    project: str = "ssd-drafters"
+
+
+class TrainSettings(Settings):
+    """A training run."""
+
+    target: str
+    output: str = Field(description="directory of the run: state, metrics.jsonl, best/ and final/ drafters")
+    seed: int = 0
+    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of the forward passes; master weights are fp32")
+    minutes: PositiveFloat | None = Field(default=None, description="stop after that long, state saved and drafter written")
+    data: DataSettings
+    curriculum: tuple[Stage, ...] = Field(min_length=1)
+    features: FeatureSettings = FeatureSettings()
+    drafter: DrafterSettings = DrafterSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    loss: LossSettings = LossSettings()
+    batch: BatchSettings = BatchSettings()
+    heldout: HeldoutSettings = HeldoutSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    wandb: WandbSettings = WandbSettings()
+
+    @model_validator(mode="after")
+    def _loss_is_not_empty(self) -> TrainSettings:
+        if not self.loss.kl and not self.loss.acceptance:
+            raise ValueError("loss.kl and loss.acceptance are both 0: nothing would be trained; set one of them")
+        return self
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole curriculum."""
+        return sum(stage.steps for stage in self.curriculum)
+
+    def stage_at(self, step: int) -> Stage:
+        """The stage that optimizer step `step` (from 0) belongs to."""
+        for stage in self.curriculum:
+            if step < stage.steps:
+                return stage
+            step -= stage.steps
+        raise IndexError(f"step {step} past the end of the curriculum")

@@ -1,0 +1,293 @@
+"""The training loop: the same code in one process and in several, on CPU and on a GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from drafters.eagle3_ssd.card import DrafterCard
+from drafters.eagle3_ssd.checkpoint import save_drafter
+from drafters.errors import UserError
+from drafters.targets import DTYPES
+from train.config import Stage, TrainSettings
+from train.console import Console
+from train.features import Features
+from train.heldout import Figures, measure
+from train.losses import depth_weights, loss_scales
+from train.objective import Anchors, Objective, choose_anchors, count
+from train.prepare import Prepared
+from train.state import Progress, StopRequest, complete_states, load_state, save_state
+
+
+def train(settings: TrainSettings, prepared: Prepared, console: Console) -> Path:
+    """Train to the end of the curriculum, from the newest state if there is one. Returns the drafter's directory."""
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    console.speaks = accelerator.is_main_process
+    check_batch(settings, accelerator.num_processes)
+    objective = make_objective(settings, prepared).to(accelerator.device)
+    optimizer = make_optimizer(settings, objective)
+    output = Path(settings.output)
+    progress = resume(output, objective, optimizer, prepared.key, console)
+    model, stepper = accelerator.prepare(objective, optimizer)
+    metrics = Metrics(settings, output, accelerator.is_main_process)
+    stop, deadline = StopRequest(), _deadline(settings.minutes)
+    figures: Figures | None = None
+    while progress.step < settings.total_steps:
+        started = time.monotonic()
+        result = train_step(settings, prepared, accelerator, model, stepper, progress.step, stop.received or time.monotonic() > deadline)
+        progress = progress._replace(step=progress.step + 1)
+        metrics.write({"step": progress.step, "seconds": time.monotonic() - started, **result.values})
+        console.show("training", progress.step, settings.total_steps, result.note)
+        is_last = result.stops or progress.step == settings.total_steps
+        if is_last or progress.step % settings.heldout.every == 0:
+            if accelerator.is_main_process:
+                figures = measure(objective, prepared.start.vocab, prepared.heldout, settings.heldout, settings.batch.rows_per_forward)
+                metrics.write({"step": progress.step, "heldout": figures.values})
+                console.say(_heldout_line(progress.step, figures))
+                if figures.speed > progress.best:
+                    progress = progress._replace(best=figures.speed)
+                    write_drafter(output / "best-eagle3", settings, prepared, objective, progress.step, figures)
+            accelerator.wait_for_everyone()
+        if accelerator.is_main_process and (is_last or progress.step % settings.checkpoint.every == 0):
+            save_state(output / "states", objective.drafter, optimizer, progress, prepared.key, settings.checkpoint.keep)
+        if result.stops:
+            console.say(f"stopped after step {progress.step}; the same command goes on from here")
+            break
+    console.close()
+    if accelerator.is_main_process and figures is not None:
+        write_drafter(output / "final-eagle3", settings, prepared, objective, progress.step, figures)
+        console.say(f"drafters written: {output}/best-eagle3 (best predicted speed) and {output}/final-eagle3")
+    metrics.close()
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return output / "final-eagle3"
+
+
+class StepResult(NamedTuple):
+    """One optimizer step: numbers for the metrics, a note for the progress bar, and whether anybody asked to stop."""
+
+    values: dict[str, Any]
+    note: str
+    stops: bool
+
+
+def train_step(
+    settings: TrainSettings,
+    prepared: Prepared,
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: Any,
+    step: int,
+    wants_stop: bool,
+) -> StepResult:
+    """One optimizer step over `rows_per_step` rows, shared among the processes and cut into forwards of `rows_per_forward`."""
+    stage = settings.stage_at(step)
+    batches = step_batches(settings, prepared, stage, step, accelerator)
+    counts = [count(batch.features, batch.anchors, stage.depth) for batch in batches]
+    flag = torch.tensor([float(wants_stop)], dtype=torch.float64, device=accelerator.device)
+    local = torch.stack([torch.cat((sum_of([c.all for c in counts]), flag)), torch.cat((sum_of([c.sampled for c in counts]), flag))])
+    reduced: Any = accelerator.reduce(local, "sum")
+    there_are, computed = reduced[0, :-1].tolist(), reduced[1, :-1].tolist()
+    scales = loss_scales(depth_weights(settings.loss.depth_weights, stage.depth + 1, settings.loss.gamma), there_are, computed)
+    scales = [scale * accelerator.num_processes for scale in scales]  # the gradients of the processes are averaged
+    lr = learning_rate(settings, step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    losses, sums = [], []
+    for number, batch in enumerate(batches):
+        if number + 1 < len(batches):
+            with accelerator.no_sync(model):
+                loss, part = model(batch.features, batch.anchors, stage.depth, scales)
+                accelerator.backward(loss)
+        else:
+            loss, part = model(batch.features, batch.anchors, stage.depth, scales)
+            accelerator.backward(loss)
+        losses.append(loss.detach())
+        sums.append(part)
+    norm = accelerator.clip_grad_norm_(model.parameters(), settings.optimizer.clip_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    totals: Any = accelerator.reduce(
+        torch.cat((torch.stack(losses).sum()[None] / accelerator.num_processes, sum_of(sums).flatten())), "sum"
+    )
+    values = _step_values(totals.tolist(), computed, stage)
+    values.update(lr=lr, grad_norm=float(norm) if norm is not None else math.nan, depth=stage.depth, predictions=sum(computed))
+    note = f"depth {stage.depth} loss {values['loss']:.3f} top-1 {values['accuracy'][0]:.2f} .. {values['accuracy'][-1]:.2f}"
+    return StepResult(values, note, bool(reduced[0, -1] > 0))
+
+
+class MicroBatch(NamedTuple):
+    """What one forward reads."""
+
+    features: Features
+    anchors: Anchors
+
+
+def step_batches(settings: TrainSettings, prepared: Prepared, stage: Stage, step: int, accelerator: Accelerator) -> list[MicroBatch]:
+    """This process's part of the rows of one step, with anchors. A row's anchors depend on its place in the step alone."""
+    rows = rows_of_step(step, settings.batch.rows_per_step, len(prepared.training), settings.seed)
+    places = range(accelerator.process_index, len(rows), accelerator.num_processes)
+    result = []
+    for first in range(0, len(places), settings.batch.rows_per_forward):
+        mine = places[first : first + settings.batch.rows_per_forward]
+        features = Features(*(x.to(accelerator.device) for x in prepared.training.batch([rows[place] for place in mine])))
+        keys = [f"{settings.seed} {step} {place}" for place in mine]
+        result.append(MicroBatch(features, choose_anchors(features, stage.anchors_per_row, keys)))
+    return result
+
+
+def rows_of_step(step: int, rows_per_step: int, num_rows: int, seed: int) -> list[int]:
+    """The rows of a step: the epochs' permutations, one after another, in parts of `rows_per_step`."""
+    places = range(step * rows_per_step, (step + 1) * rows_per_step)
+    return [_permutation(place // num_rows, num_rows, seed)[place % num_rows] for place in places]
+
+
+@lru_cache(maxsize=2)
+def _permutation(epoch: int, num_rows: int, seed: int) -> list[int]:
+    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
+
+
+def learning_rate(settings: TrainSettings, step: int) -> float:
+    """Linear warm-up to `lr`, then a cosine down to `final_lr_ratio * lr` at the last step."""
+    options = settings.optimizer
+    if step < options.warmup_steps:
+        return options.lr * (step + 1) / options.warmup_steps
+    done = (step - options.warmup_steps) / max(1, settings.total_steps - 1 - options.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return options.lr * (options.final_lr_ratio + (1 - options.final_lr_ratio) * cosine)
+
+
+def sum_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Elementwise sum of equal shapes."""
+    return torch.stack(list(tensors)).sum(0)
+
+
+def check_batch(settings: TrainSettings, num_processes: int) -> None:
+    """Refuse a batch that the processes cannot share equally: each takes the same number of rows in the same number of forwards."""
+    if settings.batch.rows_per_step % num_processes:
+        raise UserError(
+            f"batch.rows_per_step = {settings.batch.rows_per_step} cannot be shared by {num_processes} processes; take a multiple of it"
+        )
+
+
+def make_objective(settings: TrainSettings, prepared: Prepared) -> Objective:
+    """The module that is trained."""
+    head = prepared.target.lm_head_weight[prepared.start.vocab.draft_to_target].clone()
+    return Objective(prepared.start.drafter, head, settings.loss, DTYPES[settings.dtype])
+
+
+def make_optimizer(settings: TrainSettings, objective: Objective) -> torch.optim.AdamW:
+    """AdamW over fp32 masters; norms are not decayed."""
+    options = settings.optimizer
+    trained = [p for p in objective.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": options.weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=options.lr, betas=(options.beta1, options.beta2), fused=True)
+
+
+def resume(output: Path, objective: Objective, optimizer: torch.optim.Optimizer, key: str, console: Console) -> Progress:
+    """Load the newest complete state, or start at step 0."""
+    states = complete_states(output / "states")
+    if not states:
+        return Progress()
+    progress = load_state(states[-1], objective.drafter, optimizer, key)
+    console.say(f"going on from {states[-1]}")
+    return progress
+
+
+def write_drafter(output: Path, settings: TrainSettings, prepared: Prepared, objective: Objective, step: int, figures: Figures) -> None:
+    """The canonical directory, with a card that says what was done."""
+    facts = prepared.target.facts
+    stages = [settings.stage_at(done) for done in range(step)]
+    card = DrafterCard(
+        target=facts.name,
+        target_weight_hash=facts.weight_hash,
+        tokenizer_hash=facts.tokenizer_hash,
+        template_hash=facts.template_hash,
+        commit=_commit(),
+        data=prepared.data,
+        training={"steps": step, **settings.model_dump(mode="json", exclude={"wandb", "output", "features"})},
+        heldout=figures.values,
+        lookahead=settings.heldout.lookahead,
+        trained_depth=max(stage.depth for stage in stages) + 1,
+        trained_length=settings.data.row_length,
+        law=figures.law,
+        measured_fresh=figures.fresh,
+        measured_lagged=figures.lagged,
+    )
+    save_drafter(output, objective.drafter, prepared.start.vocab, card)
+
+
+class Metrics:
+    """`metrics.jsonl`, one object a line, and Weights & Biases where it is on. Silent in all but the first process."""
+
+    def __init__(self, settings: TrainSettings, output: Path, writes: bool) -> None:
+        self.file, self.run = None, None
+        if not writes:
+            return
+        output.mkdir(parents=True, exist_ok=True)
+        self.file = (output / "metrics.jsonl").open("a", encoding="utf-8")
+        if settings.wandb.mode != "disabled":
+            import wandb
+
+            self.run = wandb.init(
+                project=settings.wandb.project, mode=settings.wandb.mode, dir=output, config=settings.model_dump(mode="json")
+            )
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Add one record."""
+        if self.file is not None:
+            self.file.write(json.dumps(values) + "\n")
+            self.file.flush()
+        if self.run is not None:
+            self.run.log({name: value for name, value in values.items() if name != "step"}, step=values["step"])
+
+    def close(self) -> None:
+        """Finish the records."""
+        if self.file is not None:
+            self.file.close()
+        if self.run is not None:
+            self.run.finish()
+
+
+def _step_values(totals: list[float], computed: list[float], stage: Stage) -> dict[str, Any]:
+    """The loss, and per depth the averages of kl, acceptance and argmax hits."""
+    values: dict[str, Any] = {"loss": totals[0], "kl": [], "acceptance": [], "accuracy": []}
+    for depth in range(stage.depth + 1):
+        kl, rejection, correct = totals[1 + 3 * depth : 4 + 3 * depth]
+        number = max(1.0, computed[depth])
+        values["kl"].append(kl / number)
+        values["acceptance"].append(1 - rejection / number)
+        values["accuracy"].append(correct / number)
+    return values
+
+
+def _heldout_line(step: int, figures: Figures) -> str:
+    values = figures.values
+    accuracy = " ".join(f"{a:.3f}" for a in values["accuracy"])
+    parts = [f"budget {e['budget']}: hit {e['hit_rate']:.2f} tau {e['tau']:.2f} ret {e['retention']:.2f}" for e in values["lagged"]]
+    return f"held-out {step}: tau fresh {values['tau_fresh']:.2f}, {'; '.join(parts)}, speed {figures.speed:.2f}; top-1 by depth {accuracy}"
+
+
+def _deadline(minutes: float | None) -> float:
+    return math.inf if minutes is None else time.monotonic() + 60 * minutes
+
+
+def _commit() -> str | None:
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    except OSError:
+        return None
+    return found.stdout.strip() or None
