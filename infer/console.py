@@ -1,0 +1,95 @@
+"""What the commands share: options whose mistakes get one line, a Ctrl-C that ends work between two steps, progress (torch-free)."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
+
+from drafters.errors import UserError, unknown_name
+from infer.config import EngineSettings
+
+stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are a `UserError`, and which reads `key=value` settings between the options."""
+
+    def __init__(self, prog: str, description: str, examples: str) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=f"{settings_help()}\n\nexamples:\n{examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    def add_recipe(self) -> None:
+        """The options that say what engine to build."""
+        self.add_argument("--recipe", required=True, metavar="FILE", help="YAML file of settings, such as recipes/smollm2-135m/serve.yaml")
+        self.add_argument("overrides", nargs="*", metavar="key=value", help="a setting in place of the recipe's, such as lookahead=4")
+
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse, options and settings in any order."""
+        options, left = self.parse_known_intermixed_args(argv)
+        if left:
+            raise unknown_name("option", left[0].partition("=")[0], [name for name in self._option_string_actions if name.startswith("--")])
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (python -m {self.prog.removeprefix('python -m ')} --help explains the options)")
+
+
+class Interrupt:
+    """Whether Ctrl-C was pressed. Truthy once it was."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+
+    def __bool__(self) -> bool:
+        return self.pressed
+
+
+@contextmanager
+def interruptible() -> Iterator[Interrupt]:
+    """Inside, the first Ctrl-C only sets the flag, so that no step of the engine is cut in two; the second one interrupts."""
+    interrupt = Interrupt()
+
+    def on_signal(signum: int, frame: object) -> None:
+        if interrupt.pressed:
+            raise KeyboardInterrupt
+        interrupt.pressed = True
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def progress_bar() -> Progress:
+    """A bar with the count and the time left, on stderr."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("left"))
+    return Progress(*columns, console=stderr, transient=True)
+
+
+def loading(text: str) -> Status:
+    """A spinner with `text` while something loads."""
+    return stderr.status(text)
+
+
+def settings_help() -> str:
+    """The settings with their defaults, for `--help`."""
+    lines = ["settings (in the recipe, or as key=value on the command line):"]
+    for name, field in EngineSettings.model_fields.items():
+        value = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+        default = "" if field.is_required() or value is None else f" [{value}]"
+        lines.append(f"  {name}{default}".ljust(28) + (field.description or ""))
+    return "\n".join(line.rstrip() for line in lines)
