@@ -1,0 +1,128 @@
+"""The loss of a batch: normalised by supervised predictions, so its gradient knows nothing of padding, batching or processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cpu.train.small import DRAFT_VOCAB, HIDDEN, TWO_ROWS, packed, small_drafter
+from train.config import LossSettings
+from train.features import Features
+from train.losses import acceptance, depth_weights, kl, loss_scales, supervised, teacher_probabilities
+from train.objective import Anchors, Objective, choose_anchors, count
+from train.unroll import Rows, unroll
+
+DEPTH = 3
+SETTINGS = LossSettings(kl=0.7, acceptance=0.4, gamma=0.8)
+
+
+def objective(layers: int = 2) -> Objective:
+    drafter = small_drafter(layers)
+    drafter.embed_tokens.weight.data.normal_(generator=torch.Generator().manual_seed(1))
+    head = torch.randn(DRAFT_VOCAB, HIDDEN, generator=torch.Generator().manual_seed(2))
+    return Objective(drafter, head, SETTINGS, torch.float32)
+
+
+def gradient(model: Objective, batches: list[tuple[Features, Anchors]]) -> list[Tensor]:
+    """As the loop does it: counts over all batches first, then one backward for each."""
+    counts = [count(features, anchors, DEPTH) for features, anchors in batches]
+    there_are = torch.stack([c.all for c in counts]).sum(0).tolist()
+    computed = torch.stack([c.sampled for c in counts]).sum(0).tolist()
+    scales = loss_scales(depth_weights("decay", DEPTH + 1, SETTINGS.gamma), there_are, computed)
+    model.zero_grad()
+    for features, anchors in batches:
+        model(features, anchors, DEPTH, scales)[0].backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def rows(features: Features, chosen: list[int]) -> Features:
+    return Features(*(tensor[chosen] for tensor in features))
+
+
+def all_anchors(features: Features) -> Anchors:
+    return choose_anchors(features, None, [""] * len(features.token_ids))
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> None:
+    assert len(a) == len(b) > 10
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=3e-5)
+
+
+def test_loss_is_the_average_over_supervised_predictions() -> None:
+    model, features = objective(), packed(TWO_ROWS, 14)
+    anchors = all_anchors(features)
+    counts = count(features, anchors, DEPTH)
+    scales = loss_scales(depth_weights("decay", DEPTH + 1, SETTINGS.gamma), counts.all.tolist(), counts.sampled.tolist())
+    loss, sums = model(features, anchors, DEPTH, scales)
+
+    drafter, every = model.drafter, torch.arange(13).expand(2, 13)
+    fused = drafter.fuse(features.taps)
+    steps = unroll(drafter, Rows(features.token_ids, features.positions, features.document_ids), fused, every, DEPTH)
+    want, number = torch.zeros(()), 0
+    for d, hidden in enumerate(steps):
+        mask = supervised(features.document_ids, features.turn_ids, every, d)
+        for row, anchor in mask.nonzero().tolist():
+            place = anchor + d + 1  # the target's state there predicts token anchor + d + 2
+            at = (torch.tensor([row]), torch.tensor([place]))
+            teacher = teacher_probabilities(features.last_hidden[at], model.target_head, features.log_normaliser[at])
+            logits = drafter.logits(hidden[row, anchor])[None]
+            want = want + 0.8**d * (0.7 * kl(logits, teacher) + 0.4 * acceptance(logits, teacher)).sum()
+            number += 1
+    torch.testing.assert_close(loss, want / number, rtol=1e-5, atol=1e-6)
+    assert number == counts.all.sum() and sums.shape == (DEPTH + 1, 3)
+
+
+def test_gradient_does_not_depend_on_padding() -> None:
+    model = objective()
+    short = packed(TWO_ROWS, 14)
+    more = 9
+    longer = Features(*(torch.cat((x, torch.zeros(2, more, *x.shape[2:], dtype=x.dtype)), dim=1) for x in short))
+    same(gradient(model, [(short, all_anchors(short))]), gradient(model, [(longer, all_anchors(longer))]))
+
+
+def test_gradient_does_not_depend_on_micro_batching() -> None:
+    model, features = objective(), packed(TWO_ROWS, 14)
+    parts = [(rows(features, [row]), all_anchors(rows(features, [row]))) for row in (1, 0)]
+    same(gradient(model, [(features, all_anchors(features))]), gradient(model, parts))
+
+
+def test_sampled_anchors_are_unbiased() -> None:
+    """One anchor a row, each in turn: the average gradient over all choices is the full one (each row has equally many)."""
+    layout = [[(8, [0, 0, 1, 1, 1, 1, 1, 1])], [(9, [0, 0, 0, 1, 1, 1, 1, 1, 1])]]
+    model, features = objective(1), packed(layout, 12)
+    full = all_anchors(features)
+    depth_one = full.places.shape[1]
+    assert depth_one == 4 and full.valid.all()
+    counts = count(features, full, 1).all.tolist()
+    scales = loss_scales([1.0, 1.0], counts, counts)
+
+    def grads(anchors: Anchors, factor: float) -> list[Tensor]:
+        model.zero_grad()
+        model(features, anchors, 1, [scales[0], scales[1] * factor])[0].backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    whole = grads(full, 1.0)
+    each = [grads(Anchors(full.places[:, i : i + 1], full.valid[:, i : i + 1]), depth_one) for i in range(depth_one)]
+    same(whole, [torch.stack(parts).mean(0) for parts in zip(*each, strict=True)])
+
+
+def test_anchors_are_drawn_by_row_not_by_batch() -> None:
+    features = packed(TWO_ROWS, 14)
+    together = choose_anchors(features, 2, ["a", "b"])
+    alone = choose_anchors(rows(features, [1]), 2, ["b"])
+    assert torch.equal(together.places[1][together.valid[1]], alone.places[0][alone.valid[0]])
+    every = torch.arange(14).expand(2, 14)
+    possible = supervised(features.document_ids, features.turn_ids, every, 1)
+    assert together.valid.sum() == 4 and all(possible[r, p] for r, p in zip([0, 0, 1, 1], together.places.flatten(), strict=True))
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_bf16_is_close_to_fp32(depth: int) -> None:
+    model, features = objective(), packed(TWO_ROWS, 14)
+    anchors = all_anchors(features)
+    exact = model(features, anchors, depth, [1.0] * (depth + 1))[0]
+    model.dtype = torch.bfloat16
+    rounded = model(features, anchors, depth, [1.0] * (depth + 1))[0]
+    assert rounded.item() == pytest.approx(exact.item(), rel=0.05) and rounded.item() != exact.item()
