@@ -10,7 +10,6 @@ from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.status import Status
 
 from drafters.errors import UserError, unknown_name
 from infer.config import EngineSettings
@@ -77,12 +76,22 @@ def interruptible() -> Iterator[Interrupt]:
 def progress_bar() -> Progress:
     """A bar with the count and the time left, on stderr."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("left"))
-    return Progress(*columns, console=stderr, transient=True)
+    return Progress(*columns, console=stderr, refresh_per_second=2)  # a refresh takes time from what is measured
 
 
-def loading(text: str) -> Status:
-    """A spinner with `text` while something loads."""
-    return stderr.status(text)
+@contextmanager
+def loading(text: str) -> Iterator[None]:
+    """A spinner with `text` while something loads, in place of the libraries' own bars."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with stderr.status(text):
+        yield
+
+
+def note(line: str, style: str = "dim") -> None:
+    """A line beside the output, on stderr."""
+    stderr.print(line, style=style, markup=False)
 
 
 def settings_help() -> str:

@@ -75,7 +75,7 @@ def tokens_per_round(rounds: Sequence[RoundRecord], sources: Iterable[Source] | 
 
 
 def hit_rate(rounds: Sequence[RoundRecord]) -> float | None:
-    """Hits over outcomes looked up; None where nothing was looked up (modes ar and sd)."""
+    """Hits over outcomes looked up, of rounds in mode ssd (the others have no cache); None where nothing was looked up."""
     return speed.hit_rate(len(_from(rounds, [Source.HIT])), len(_from(rounds, LOOKED_UP)))
 
 
@@ -117,6 +117,11 @@ def first_parting(first: Sequence[int], second: Sequence[int]) -> Parting | None
     return Parting(shared, first[shared] if shared < len(first) else None, second[shared] if shared < len(second) else None)
 
 
+def drafting_seconds(record: RoundRecord) -> float:
+    """How long the round stood still for its speculation: the wait for the draft process or, in mode sd, the drafting itself."""
+    return record.draft if record.source is Source.SYNC else record.wait
+
+
 def round_seconds(answers: Sequence[Answered]) -> float | None:
     """Mean length of a decoding round, everything included."""
     count = len(rounds_of(answers))
@@ -137,7 +142,7 @@ def measured_times(ar: Sequence[Answered], sd: Sequence[Answered], ssd: Sequence
     return speed.RoundTimes(
         autoregressive=(round_seconds(ar) or 0.0),
         verify=(round_seconds(ssd) or 0.0) - _mean([r.wait for r in ssd_rounds]),
-        draft=_mean([r.wait for r in sd_rounds]),
+        draft=_mean([drafting_seconds(r) for r in sd_rounds]),
         background=background,
         fallback=max(0.0, _mean(missed) - background) if missed else 0.0,
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from drafters.errors import EXIT_INTERRUPTED, UserError, run_command
 from drafters.settings import load_settings
 from infer.config import EngineSettings, Mode
-from infer.console import Parser, interruptible, loading, stderr
+from infer.console import Parser, interruptible, loading, note
 
 if TYPE_CHECKING:
     from infer.engine import Engine
@@ -36,21 +36,29 @@ Message = dict[str, str]
 class Answer(NamedTuple):
     """An answer's text and its request; `interrupted` where Ctrl-C ended it."""
 
+    mode: Mode
     request: Request
     text: str
     interrupted: bool
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Hits over outcomes looked up; None in the modes that look nothing up."""
+        from infer.figures import hit_rate
+
+        return hit_rate(self.request.rounds) if self.mode is Mode.SSD else None
 
 
 def main(argv: list[str]) -> int:
     """The command."""
     options = parse(argv)
     settings = load_settings(EngineSettings, options.recipe, options.overrides)
-    from infer.engine import Engine
+    from infer.launch import launch
     from infer.request import SamplingParams
 
     params = SamplingParams(options.max_new_tokens, options.temperature, seed=options.seed)
     with loading(f"loading {settings.target}, mode {options.mode} ..."):
-        engine = Engine.launch(settings, Mode(options.mode))
+        engine = launch(settings, Mode(options.mode))
     with engine:
         if options.prompt is None:
             chat(engine, params)
@@ -108,8 +116,8 @@ def complete(engine: Engine, messages: Sequence[Message], params: SamplingParams
     if request is None:
         raise KeyboardInterrupt
     if engine.settings.drafter and engine.mode is Mode.SSD and not engine.draft_alive:
-        stderr.print("[yellow]the draft process has died; answers go on without it, at the target's own speed[/yellow]")
-    return Answer(request, "".join(pieces), interrupted)
+        note("the draft process has died; answers go on without it, at the target's own speed", "yellow")
+    return Answer(engine.mode, request, "".join(pieces), interrupted)
 
 
 def chat(engine: Engine, params: SamplingParams) -> None:
@@ -117,7 +125,7 @@ def chat(engine: Engine, params: SamplingParams) -> None:
     if sys.stdin.isatty():
         import readline  # noqa: F401 - gives input() line editing and a history
 
-        stderr.print(f"[dim]{CHAT_HELP}[/dim]")
+        note(CHAT_HELP)
     messages: list[Message] = []
     while (line := _read_line()) not in (None, "/quit"):
         if line == "/clear":
@@ -131,7 +139,7 @@ def _turn(engine: Engine, messages: list[Message], params: SamplingParams) -> li
     try:
         answer = complete(engine, messages, params, show)
     except UserError as error:
-        stderr.print(f"[red]{error}[/red] (/clear forgets the conversation)")
+        note(f"{error} (/clear forgets the conversation)", "red")
         return messages[:-1]
     except KeyboardInterrupt:
         return messages[:-1]
@@ -141,7 +149,7 @@ def _turn(engine: Engine, messages: list[Message], params: SamplingParams) -> li
 
 def _finish_line(answer: Answer) -> None:
     print(flush=True)
-    stderr.print(f"[dim]{speed_line(answer.request)}[/dim]")
+    note(speed_line(answer))
 
 
 def _read_line() -> str | None:
@@ -163,7 +171,7 @@ def show(piece: str) -> None:
 
 def summary(answer: Answer) -> dict[str, Any]:
     """What `--json` prints. `seconds` and `tokens_per_second` are of decoding (`infer.figures`), without the prompt's forward."""
-    from infer.figures import hit_rate, tokens_per_round, tokens_per_second
+    from infer.figures import tokens_per_round, tokens_per_second
 
     request = answer.request
     return {
@@ -175,22 +183,23 @@ def summary(answer: Answer) -> dict[str, Any]:
         "tokens_per_second": tokens_per_second([request]),
         "rounds": len(request.rounds),
         "tokens_per_round": tokens_per_round(request.rounds),
-        "hit_rate": hit_rate(request.rounds),
+        "hit_rate": answer.hit_rate,
         "finish_reason": request.finish_reason,
     }
 
 
-def speed_line(request: Request) -> str:
+def speed_line(answer: Answer) -> str:
     """One line about the answer: "96 tokens, 101.3 tokens/s, 2.4 tokens per round, hit rate 71 %"."""
-    from infer.figures import hit_rate, tokens_per_round, tokens_per_second
+    from infer.figures import tokens_per_round, tokens_per_second
 
+    request = answer.request
     parts = [f"{len(request.new_tokens)} tokens"]
     if (speed := tokens_per_second([request])) is not None:
         parts.append(f"{speed:.1f} tokens/s")
     if (per_round := tokens_per_round(request.rounds)) is not None:
         parts.append(f"{per_round:.1f} tokens per round")
-    if (hits := hit_rate(request.rounds)) is not None:
-        parts.append(f"hit rate {hits:.0%}")
+    if answer.hit_rate is not None:
+        parts.append(f"hit rate {answer.hit_rate:.0%}")
     if request.finish_reason == "length":
         parts.append("cut at the limit (--max-new-tokens or max_model_len)")
     return ", ".join(parts)

@@ -1,0 +1,296 @@
+"""Measure modes side by side: `python -m infer.evaluate --recipe R --modes ar,sd,ssd --prompts A.jsonl --num-prompts 24 ... --out DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from drafters.errors import EXIT_INTERRUPTED, UserError, run_command, unknown_name
+from drafters.settings import build_settings, parse_overrides, read_yaml
+from infer.config import EngineSettings, Mode
+from infer.console import Interrupt, Parser, interruptible, loading, progress_bar
+
+if TYPE_CHECKING:
+    from drafters.targets import Target
+    from infer.engine import Engine
+    from infer.request import Request, SamplingParams
+    from infer.results import Measured
+
+log = logging.getLogger(__name__)
+
+DESCRIPTION = """\
+Measure how fast a target answers alone (ar), with synchronous speculation (sd) and with SSD (ssd), and why.
+
+The modes take turns prompt by prompt in one process, so that noise hits all alike; a warm-up is not counted.
+Writes DIR/results.json, DIR/report.html and DIR/plots/. Ctrl-C keeps the prompts that every mode has answered."""
+EXAMPLES = """\
+  python -m infer.evaluate --recipe recipes/smollm2-135m/evaluate.yaml --prompts data/prompts/*.jsonl --num-prompts 24 --out runs/evaluate
+  each mode at its own best lookahead, and ar on two cores beside them:
+  python -m infer.evaluate --recipe R --prompts P.jsonl --out DIR --set sd:lookahead=2 --set ssd:lookahead=5 \\
+      --beside "ar target_threads=2 target_devices=[cpu:0,cpu:1]\""""
+WARM_UP = [{"role": "user", "content": "Say hello and tell me in one sentence what you can do."}]
+WARM_UP_TOKENS = 16
+
+
+class Run(NamedTuple):
+    """One thing to measure. The label is the mode, with the settings behind it for a run that stands beside the compared ones."""
+
+    label: str
+    mode: Mode
+    settings: EngineSettings
+
+
+class Question(NamedTuple):
+    """A prompt as the target reads it."""
+
+    id: str
+    token_ids: list[int]
+
+
+def main(argv: list[str]) -> int:
+    """The command."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    options = parse(argv)
+    runs = plan_runs(options)
+    from data.prompts import read_prompts
+    from drafters.targets import load_target
+    from infer.devices import device_of
+    from infer.request import SamplingParams
+
+    prompts = read_prompts(options.prompts, options.num_prompts)
+    params = SamplingParams(options.max_new_tokens, options.temperature, seed=options.seed)
+    out = make_directory(options.out)
+    with loading(f"loading {runs[0].settings.target} ..."):
+        device = str(device_of(runs[0].settings.target_devices))
+        target = load_target(runs[0].settings.target, runs[0].settings.dtype, device)
+    questions = render_questions(prompts, target, min(run.settings.max_model_len for run in runs), params.max_new_tokens)
+    with interruptible() as interrupt:
+        measured = measure_all(runs, target, questions, params, interrupt)
+    if not measured[0].answers:
+        print("interrupted before every mode had answered a prompt: nothing is written", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    results = finish(measured, target, options, out)
+    print_table(results)
+    print(f"written: {out / 'results.json'}, {out / 'report.html'}")
+    return EXIT_INTERRUPTED if interrupt else 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options; `overrides` are the `key=value` settings."""
+    parser = Parser("python -m infer.evaluate", DESCRIPTION, EXAMPLES)
+    parser.add_recipe()
+    parser.add_argument("--modes", default="ar,sd,ssd", metavar="M,M", help="the modes to compare (default: ar,sd,ssd)")
+    parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help=".jsonl files with 'messages' or 'prompt' rows")
+    parser.add_argument("--num-prompts", type=int, metavar="N", help="how many, an even mix of the files (default: all)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="M", help="longest answer, in tokens (default: 128)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 always takes the likeliest token (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the sampling, where there is a temperature (default: 0)")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="instead of the recipe's; in float32 the modes agree to the token")
+    parser.add_argument("--out", required=True, metavar="DIR", help="directory of the results, made where it is missing")
+    parser.add_argument("--set", action="append", default=[], metavar="MODE:key=value", help="a setting of one mode only; repeatable")
+    parser.add_argument(
+        "--beside", action="append", default=[], metavar='"MODE key=value"', help="measure a mode once more with other settings; repeatable"
+    )
+    return parser.read(argv)
+
+
+def plan_runs(options: argparse.Namespace) -> list[Run]:
+    """What to measure. A setting comes from the recipe, its `modes:` part, key=value, `--set`, `--beside`: the later one wins."""
+    content = read_yaml(options.recipe)
+    by_mode = _mode_settings(content.pop("modes", None) or {}, options.recipe)
+    common = parse_overrides(options.overrides)
+    if options.dtype is not None:
+        common["dtype"] = options.dtype
+    only = _only_for(options.set)
+    modes = [_mode(name, "--modes") for name in options.modes.split(",")]
+    if len(set(modes)) < len(modes):
+        raise UserError(f"--modes {options.modes}: a mode stands there twice; --beside measures one again with other settings")
+    runs = []
+    for label, mode, extra in [(mode.value, mode, {}) for mode in modes] + [_beside(text) for text in options.beside]:
+        overrides = {**by_mode.get(mode, {}), **common, **only.get(mode, {}), **extra, "batch_size": 1}
+        settings = build_settings(EngineSettings, content, overrides, options.recipe)
+        if mode is not Mode.AR and settings.drafter is None:
+            raise UserError(f"{options.recipe}: mode {mode} needs a drafter; add `drafter: DIRECTORY` or give drafter=DIRECTORY")
+        runs.append(Run(label, mode, settings))
+    _check_one_target(runs)
+    return runs
+
+
+def render_questions(prompts: Sequence[Any], target: Target, max_model_len: int, max_new_tokens: int) -> list[Question]:
+    """All prompts in the target's template. Raises `UserError` for one that leaves no room for an answer, before anything is measured."""
+    from data.render import render_prompt
+
+    questions = [Question(prompt.id, render_prompt(prompt.messages, target.tokenizer)) for prompt in prompts]
+    for question in questions:
+        if len(question.token_ids) >= max_model_len:
+            length = len(question.token_ids)
+            raise UserError(
+                f"prompt {question.id!r} has {length} tokens, max_model_len = {max_model_len}: leave it out or raise max_model_len"
+            )
+    cut = sum(len(question.token_ids) + max_new_tokens > max_model_len for question in questions)
+    if cut:
+        log.warning("%d of %d answers may end at max_model_len = %d before --max-new-tokens", cut, len(questions), max_model_len)
+    return questions
+
+
+def measure_all(
+    runs: Sequence[Run], target: Target, questions: Sequence[Question], params: SamplingParams, interrupt: Interrupt
+) -> list[Measured]:
+    """Launch one engine for each run on the same target, warm them up, and let them answer all questions in turns."""
+    from data.render import render_prompt
+    from infer.launch import launch
+    from infer.results import Measured
+
+    measured = [Measured(run.label, run.mode, run.settings, [], []) for run in runs]
+    with ExitStack() as stack:
+        with loading("starting the engines ..."):
+            engines = [stack.enter_context(launch(run.settings, run.mode, target)) for run in runs]
+            warm_up = render_prompt(WARM_UP, target.tokenizer)
+            for engine in engines:
+                answer(engine, warm_up, type(params)(WARM_UP_TOKENS), interrupt)
+        with progress_bar() as bar:
+            task = bar.add_task("prompts x modes", total=len(questions) * len(runs))
+            measure(engines, measured, questions, params, interrupt, lambda: bar.advance(task))
+    return measured
+
+
+def measure(
+    engines: Sequence[Engine],
+    measured: Sequence[Measured],
+    questions: Sequence[Question],
+    params: SamplingParams,
+    interrupt: Interrupt,
+    advance: Callable[[], None],
+) -> None:
+    """Every engine answers every question, one at a time; who goes first rotates. A question that Ctrl-C cut short is left out for all."""
+    for number, question in enumerate(questions):
+        turn: dict[int, Request | None] = {}
+        for place in range(len(engines)):
+            index = (number + place) % len(engines)
+            turn[index] = answer(engines[index], question.token_ids, params, interrupt)
+            advance()
+        if None in turn.values():
+            return
+        for index, request in turn.items():
+            assert request is not None
+            measured[index].prompt_ids.append(question.id)
+            measured[index].answers.append(request)
+
+
+def answer(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams, interrupt: Interrupt) -> Request | None:
+    """The finished request, or None where Ctrl-C came first. The process takes on the engine's cores and threads before."""
+    import torch
+
+    from infer.devices import pin_to_cores
+
+    pin_to_cores(engine.settings.target_devices)
+    torch.set_num_threads(engine.settings.target_threads)
+    request_id = engine.submit(prompt_ids, params)
+    while not interrupt:
+        for output in engine.step():
+            if output.finish_reason is not None:
+                return output.request
+    engine.cancel(request_id)
+    return None
+
+
+def finish(measured: Sequence[Measured], target: Target, options: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """Write `results.json`, the plots and the report; returns the results."""
+    from infer.report import write_report
+    from infer.results import build_results, write_json
+
+    arguments = {
+        "prompts": [str(path) for path in options.prompts],
+        "num_prompts": options.num_prompts,
+        "max_new_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
+        "seed": options.seed,
+    }
+    results = build_results(measured, target, arguments)
+    write_json(out / "results.json", results)
+    write_report(results, out)
+    return results
+
+
+def print_table(results: Mapping[str, Any]) -> None:
+    """The figures of each run, and the ratios, on stdout."""
+    table = Table(title=f"{results['target']['name']}, {results['runs'][0]['prompts']} prompts", title_justify="left")
+    for name in ("mode", "tokens/s", "tokens/round", "hit rate", "verify ms", "wait ms"):
+        table.add_column(name, justify="left" if name == "mode" else "right")
+    for run in results["runs"]:
+        rate = "" if run["hit_rate"] is None else f"{run['hit_rate']:.0%}"
+        middle = [(run[name] or {}).get("p50") for name in ("verify_ms", "wait_ms")]
+        numbers = [_number(run["tokens_per_second"], 1), _number(run["tokens_per_round"], 2), rate]
+        table.add_row(run["label"], *numbers, *(_number(value, 1) for value in middle))
+    console = Console(highlight=False)
+    console.print(table)
+    for name, interval in results["ratio_intervals"].items():
+        if interval:
+            console.print(f"{name}: {interval['value']:.2f} (95 % interval {interval['low']:.2f} to {interval['high']:.2f})")
+    for pair in results["agreement"]:
+        console.print(f"same tokens {pair['pair']}: {pair['equal']} of {pair['prompts']} prompts")
+
+
+def make_directory(name: str) -> Path:
+    """The output directory, made where it is missing."""
+    out = Path(name)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {name}: cannot make that directory ({error.strerror}): give one that can be written") from error
+    return out
+
+
+def _mode_settings(content: Any, where: str) -> dict[Mode, dict[str, Any]]:
+    if not isinstance(content, Mapping) or not all(isinstance(value, Mapping) for value in content.values()):
+        raise UserError(f"{where}: `modes:` has to hold settings by mode, such as sd: {{lookahead: 2}}")
+    return {_mode(name, f"{where}: modes"): dict(settings) for name, settings in content.items()}
+
+
+def _only_for(pairs: Sequence[str]) -> dict[Mode, dict[str, Any]]:
+    settings: dict[Mode, dict[str, Any]] = {}
+    for pair in pairs:
+        name, colon, override = pair.partition(":")
+        if not colon:
+            raise UserError(f"cannot read --set {pair}: write it as MODE:key=value, for example sd:lookahead=2")
+        settings.setdefault(_mode(name, "--set"), {}).update(parse_overrides([override]))
+    return settings
+
+
+def _beside(text: str) -> tuple[str, Mode, dict[str, Any]]:
+    name, *pairs = text.split()
+    if not pairs:
+        raise UserError(f'--beside "{text}": give the mode and what differs, for example "ar target_threads=2"')
+    return text, _mode(name, "--beside"), parse_overrides(pairs)
+
+
+def _mode(name: str, where: str) -> Mode:
+    try:
+        return Mode(name.strip())
+    except ValueError:
+        raise UserError(f"{where}: {unknown_name('mode', name, [mode.value for mode in Mode])}") from None
+
+
+def _check_one_target(runs: Sequence[Run]) -> None:
+    for run in runs[1:]:
+        for name in ("target", "dtype"):
+            if getattr(run.settings, name) != getattr(runs[0].settings, name):
+                raise UserError(
+                    f"{run.label}: {name} differs between the runs; all share one loaded target: measure it in a run of its own"
+                )
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
