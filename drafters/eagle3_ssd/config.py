@@ -116,4 +116,4 @@ def _taps(content: Mapping[str, Any], where: str) -> tuple[int, ...]:
             f"{where}: eagle_aux_hidden_state_layer_ids = {list(inputs)} (layer inputs) disagrees with eagle_config's {list(outputs)} "
             f"(layer outputs, one less each); correct one of them"
         )
-    return tuple(converted if inputs is None else inputs)  # type: ignore[arg-type]
+    return tuple(inputs if inputs is not None else converted or ())

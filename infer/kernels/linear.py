@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 def can_pack(weight: Tensor) -> bool:
     """Packing exists for bf16 on CPU, where oneDNN is built in."""
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    built_in = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return built_in and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
 
 class PackedLinear(nn.Module):

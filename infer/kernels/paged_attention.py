@@ -1,8 +1,8 @@
-"""Attention over a paged KV pool, and the hook by which any transformers model uses it.
+"""Attention over a paged KV pool, and the function by which any transformers model uses it.
 
-A model loaded with `attn_implementation=ATTENTION` calls `_attend` in every layer; the keyword argument `context` given to the
-model's forward says what a query row may see. Two contexts exist: `PagedContext` (serving: rows of several requests behind each
-other, keys in a pool) and `DocumentContext` (features: packed rows, nothing crosses a document).
+`attend_in_context` has the signature of transformers' attention functions (`drafters.targets` registers it); the keyword argument
+`context` given to the model's forward says what a query row may see. Two contexts exist: `PagedContext` (serving: rows of several
+requests behind each other, keys in a pool) and `DocumentContext` (features: packed rows, nothing crosses a document).
 
 Shapes: R query rows of all requests, Q rows of one request, L keys of one request, N query heads, M key/value heads,
 G = N / M, D head size, S slots of the pool. Slot = block * block_size + offset.
@@ -17,9 +17,6 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface
-
-ATTENTION = "ssd_context"
 
 
 class AttentionContext(Protocol):
@@ -38,10 +35,10 @@ class KvPool(NamedTuple):
     block_size: int
 
     @staticmethod
-    def allocate(layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> KvPool:
-        """A zeroed pool of `blocks * block_size` slots; its size in bytes is `KvPool.bytes_per_slot` times that."""
-        shape = (blocks * block_size, kv_heads, head_dim)
-        keys, values = (tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)) for _ in range(2))
+    def allocate(layers: int, num_blocks: int, block_size: int, heads_MD: tuple[int, int], like: Tensor) -> KvPool:
+        """A zeroed pool of `num_blocks * block_size` slots of M key heads of size D, in the dtype and on the device of `like`."""
+        shape = (num_blocks * block_size, *heads_MD)
+        keys, values = (tuple(like.new_zeros(shape) for _ in range(layers)) for _ in range(2))
         return KvPool(keys, values, block_size)
 
     def slots(self, blocks: Sequence[int], start: int, stop: int) -> list[int]:
@@ -92,11 +89,12 @@ class PagedContext:
         query_RND = query_1NRD[0].transpose(0, 1)
         regular = self._regular()
         if regular is not None:
-            return self._attend_together(query_RND, keys, values, scale, *regular)[None]
+            return self._attend_together(query_RND, keys, values, scale, regular)[None]
         pieces, start = [], 0
         for i, request in enumerate(self.requests):
             stop = start + request.num_rows
-            pieces.append(attend_rows(query_RND[start:stop], keys[self.reads[i]], values[self.reads[i]], self._mask(i, query_RND), scale))
+            read = self.reads[i]
+            pieces.append(attend_rows(query_RND[start:stop], keys[read], values[read], self._mask(i, query_RND), scale))
             start = stop
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[None]
 
@@ -127,7 +125,8 @@ class PagedContext:
         fits = first + (count - 1) * step + longest <= self.pool.keys[0].shape[0]
         return (first, step, longest) if evenly and step > 0 and fits else None
 
-    def _attend_together(self, query_RND: Tensor, keys: Tensor, values: Tensor, scale: float, first: int, step: int, longest: int) -> Tensor:
+    def _attend_together(self, query_RND: Tensor, keys: Tensor, values: Tensor, scale: float, regular: tuple[int, int, int]) -> Tensor:
+        first, step, longest = regular
         rows, kv_heads, head = query_RND.shape[0], keys.shape[1], keys.shape[2]
         key = (-1, longest)
         if key not in self.masks:
@@ -191,11 +190,16 @@ def _reading(pool: KvPool, request: PagedRequest, device: torch.device) -> slice
     return torch.tensor(pool.slots(request.blocks, 0, request.num_keys), device=device)
 
 
-def _attend(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    scaling: float, context: AttentionContext, **_: object,
-) -> tuple[Tensor, None]:  # fmt: skip
+def attend_in_context(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    context: AttentionContext,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """The attention function of a transformers layer: hands its rotated rows to the forward's context."""
     return context.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
-
-
-AttentionInterface.register(ATTENTION, _attend)

@@ -1,0 +1,77 @@
+"""The draft process: receive, answer, prepare, and again, until the target says stop or is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drafters.eagle3_ssd.checkpoint import load_drafter
+from drafters.errors import UserError
+from infer.channel import Wire
+from infer.devices import pin_to_cores
+from infer.draft_model import DraftModel
+from infer.draft_worker import DraftPlan, DraftWorker
+from infer.messages import ToDraft
+
+STORE_TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class DraftJob:
+    """What the draft process is started with. `embeddings` are the target's, in shared memory."""
+
+    port: int
+    drafter: str
+    embeddings: Tensor
+    dtype: str
+    device: str
+    threads: int
+    cores: tuple[str, ...]
+    plan: DraftPlan
+
+
+def run_draft_process(job: DraftJob) -> None:
+    """Entry of the draft process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the target's to handle; it then says stop
+    pin_to_cores(job.cores)
+    torch.set_num_threads(job.threads)
+    try:
+        worker = _worker(job)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    store = dist.TCPStore("127.0.0.1", job.port, 2, is_master=False, timeout=STORE_TIMEOUT)
+    store.set("drafter-ready", str(os.getpid()))
+    serve(Wire(store, 1), worker)
+
+
+def serve(wire: Wire, worker: DraftWorker) -> None:
+    """Answer message after message. The answer goes out before the preparation for the next one begins."""
+    while True:
+        try:
+            message = wire.receive()
+        except RuntimeError:  # the target is gone, and with it the reason to be here
+            return
+        assert isinstance(message, ToDraft), message
+        if message.stop:
+            return
+        answer = worker.answer(message)
+        try:
+            wire.send(answer)
+        except RuntimeError:
+            return
+        worker.prepare()
+
+
+def _worker(job: DraftJob) -> DraftWorker:
+    dtype: torch.dtype = getattr(torch, job.dtype)
+    loaded = load_drafter(job.drafter, None, job.embeddings, dtype, job.device)
+    model = DraftModel(loaded, job.plan.batch_size * job.plan.region_tokens)
+    return DraftWorker(model, job.plan)

@@ -1,0 +1,314 @@
+"""One drafter's work, whatever process it runs in (ssd.md, sections 5 and 6): answer outcomes, then prepare for the next ones.
+
+    look_up -> Speculation, or a fallback        the target waits for this
+    glue -> select -> tree -> Prepared           while the target verifies
+
+Extending (rewriting the newly accepted slots with true features) is one pass with the first step that follows it.
+R rows, H drafter hidden size, K look-ahead, B branches, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from drafters.eagle3_ssd.outcomes import Branches, OutcomeStatistics, fan_out, select_many, statistics_of
+from infer.config import EngineSettings, Mode
+from infer.draft_model import DraftModel
+from infer.draft_state import DraftRequest, Prepared, Speculation, tree_mask
+from infer.fallback import Fallback, NgramIndex
+from infer.kernels.paged_attention import PagedRequest
+from infer.kernels.saguaro import tilt
+from infer.kernels.sample import Purpose, greedy_ids, process_logits, sample_from, uniforms
+from infer.messages import Admit, Answer, FromDraft, Outcome, ToDraft
+from infer.request import Source
+
+
+class DraftPlan(NamedTuple):
+    """The settings a drafter works by. In mode sd it drafts when asked and prepares nothing."""
+
+    mode: Mode
+    lookahead: int
+    budget: int
+    policy: str
+    fallback: Fallback
+    refresh: int
+    saguaro_c: float
+    batch_size: int
+    max_model_len: int
+
+    @staticmethod
+    def of(settings: EngineSettings, mode: Mode) -> DraftPlan:
+        """The drafter's part of the engine's settings; a synchronous drafter answers everything by drafting now."""
+        fallback = Fallback.JIT if mode is Mode.SD else Fallback(settings.fallback)
+        shared = {name: getattr(settings, name) for name in DraftPlan._fields if name not in ("mode", "fallback")}
+        return DraftPlan(mode=mode, fallback=fallback, **shared)
+
+    @property
+    def region_tokens(self) -> int:
+        """Keys of one request: its own slots, the in-flight ones, and a tree."""
+        return self.max_model_len + self.lookahead * (1 + self.budget)
+
+
+class Drawn(NamedTuple):
+    """One request's tokens of one drafting step; `probs_RD` and `lowered` where they were sampled."""
+
+    tokens: list[int]
+    probs_RD: Tensor | None
+    lowered: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Branching:
+    """One request's tree while it grows: where each branch starts, and the drafter's outputs it starts from."""
+
+    request: DraftRequest
+    branches: Branches
+    outputs_GH: Tensor  # of slot n-2 and the in-flight slots
+
+
+class DraftWorker:
+    """Holds the running requests of one drafter. `answer` and `prepare` are called in turn."""
+
+    def __init__(self, model: DraftModel, plan: DraftPlan) -> None:
+        self.model, self.plan = model, plan
+        self.requests: dict[str, DraftRequest] = {}
+        self.statistics: dict[bool, OutcomeStatistics] = {hit: statistics_of(model.card, hit) for hit in (False, True)}
+        self._answered: list[DraftRequest] = []
+        self._busy = 0.0
+        for length in range(plan.lookahead + 1) if plan.mode is Mode.SSD else ():
+            self._fan_out(length, after_hit=False)  # a card without figures is refused here, before anything runs
+
+    @torch.inference_mode()
+    def answer(self, message: ToDraft) -> FromDraft:
+        """Take in what happened, and give each request named in it a speculation: from the cache, or by the fallback."""
+        started = time.perf_counter()
+        for retired in message.retires:
+            self._retire(retired)
+        sources = {admit.request: self._admit(admit) for admit in message.admits}
+        sources |= {o.request: self._look_up(o) for o in message.outcomes if o.request in self.requests}
+        self._answered = [self.requests[request] for request in sources]
+        drafted_now = [r for r in self._answered if r.in_flight is None]
+        for request, speculation in zip(drafted_now, self._chain(drafted_now), strict=True):
+            request.in_flight = speculation
+        answers = [self._answer_of(request, sources[request.id]) for request in self._answered]
+        busy, self._busy = self._busy + time.perf_counter() - started, 0.0
+        return FromDraft(tuple(answers), busy)
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Fill the caches of the requests answered last: glue, choice of outcomes, tree."""
+        if self.plan.mode is not Mode.SSD or not self._answered:
+            return
+        started = time.perf_counter()
+        proposed = [r for r in self._answered if r.in_flight and r.in_flight.tokens and not len(r.in_flight.features_KH)]
+        given = [r.in_flight.tokens for r in proposed if r.in_flight]
+        for request, speculation in zip(proposed, self._chain(proposed, given), strict=True):
+            request.in_flight = speculation  # the n-gram's tokens, now with the drafter's own features
+        outputs = self._glue(self._answered)
+        chosen = self._select(self._answered, outputs)
+        trees = [Branching(r, b, o) for r, b, o in zip(self._answered, chosen, outputs, strict=True)]
+        for tree, prepared in zip(trees, self._tree(trees), strict=True):
+            tree.request.prepared = prepared
+        self._busy += time.perf_counter() - started
+
+    def _retire(self, request_id: str) -> None:
+        if request := self.requests.pop(request_id, None):
+            self.model.blocks.free(request.blocks)
+
+    def _admit(self, admit: Admit) -> Source:
+        tokens = admit.max_tokens + self.plan.lookahead * (1 + self.plan.budget)
+        blocks = self.model.blocks.allocate(self.model.blocks.blocks_for(tokens))
+        assert blocks is not None, f"the drafter's pool is full: {len(self.requests)} requests, batch_size {self.plan.batch_size}"
+        request = DraftRequest(admit.request, list(admit.tokens), admit.sampling, blocks, admit.features_SH)
+        request.index = NgramIndex(admit.tokens if self.plan.fallback is Fallback.NGRAM else ())
+        self.requests[request.id] = request
+        self._fall_back(request)
+        return Source.SYNC if self.plan.mode is Mode.SD else Source.FIRST
+
+    def _look_up(self, outcome: Outcome) -> Source:
+        """Advance a request by one verification; its new speculation, where the cache holds it, is then in flight."""
+        request = self.requests[outcome.request]
+        assert outcome.round == request.round, f"{request.id}: outcome of round {outcome.round}, expected {request.round}"
+        found = request.prepared.look_up(outcome.accepted, outcome.bonus) if request.prepared else None
+        accepted = request.in_flight.tokens[: outcome.accepted] if request.in_flight else ()
+        request.tokens += [*accepted, outcome.bonus]
+        if self.plan.fallback is Fallback.NGRAM:
+            request.index.extend([*accepted, outcome.bonus])
+        request.pending_SH = torch.cat([request.pending_SH, outcome.features_SH.to(request.pending_SH)])
+        request.round += 1
+        request.prepared, request.bonus_output_H = None, None
+        request.in_flight, request.after_hit = found, found is not None
+        if found:
+            return Source.HIT
+        self._fall_back(request)
+        return Source.SYNC if self.plan.mode is Mode.SD else Source(self.plan.fallback.value)
+
+    def _fall_back(self, request: DraftRequest) -> None:
+        """What a miss gets at once; `jit` is left to be drafted, for all missed requests together."""
+        empty = request.pending_SH.new_empty(0, self.model.config.hidden_size)
+        if self.plan.fallback is Fallback.NONE:
+            request.in_flight = Speculation((), empty)
+        elif self.plan.fallback is Fallback.NGRAM:
+            request.in_flight = Speculation(tuple(request.index.propose(self.plan.lookahead)), empty)
+
+    def _answer_of(self, request: DraftRequest, source: Source) -> Answer:
+        assert request.in_flight is not None, request.id
+        return Answer(request.id, request.round, source, request.in_flight.tokens, request.in_flight.probs_KD)
+
+    def _chain(self, requests: Sequence[DraftRequest], given: Sequence[tuple[int, ...]] | None = None) -> list[Speculation]:
+        """Draft K tokens after the newest one of each request, or follow the `given` ones: extend, then one slot at a time."""
+        if not requests:
+            return []
+        lengths = [len(tokens) for tokens in given] if given else [self.plan.lookahead] * len(requests)
+        outputs = self._extend(requests)
+        features: list[list[Tensor]] = [[] for _ in requests]
+        drawn: list[list[Drawn]] = [[] for _ in requests]
+        for place in range(1, max(lengths) + 1):
+            active = [i for i, length in enumerate(lengths) if length >= place]
+            logits_RD = self.model.logits(torch.stack([outputs[i] for i in active]))
+            starts = [[len(requests[i].tokens) - 1] for i in active]
+            steps = self._draw(logits_RD, [requests[i] for i in active], starts, place) if not given else None
+            for row, i in enumerate(active):
+                features[i].append(outputs[i])
+                drawn[i].append(steps[row] if steps else Drawn([given[i][place - 1]], None, []))  # type: ignore[index]
+            going = [i for i in active if lengths[i] > place]
+            if going:
+                tokens, slots = [drawn[i][-1].tokens[0] for i in going], [requests[i].newest_slot + place for i in going]
+                rows = [requests[i].rows(slot, 1) for i, slot in zip(going, slots, strict=True)]
+                hidden = self.model.forward(tokens, torch.stack([outputs[i] for i in going]), slots, rows)
+                for row, i in enumerate(going):
+                    outputs[i] = hidden[row]
+        return [_speculation(steps, outs) for steps, outs in zip(drawn, features, strict=True)]
+
+    def _extend(self, requests: Sequence[DraftRequest]) -> list[Tensor]:
+        """Write the pending slots with their true features. Returns, and keeps, each request's output at its newest slot."""
+        rows = [request.pending_rows() for request in requests]
+        tokens, positions = [t for r in rows for t in r[0]], [p for r in rows for p in r[1]]
+        places = [r.rows(r.newest_slot, len(r.pending_SH)) for r in requests]
+        hidden_RH = self.model.forward(tokens, torch.cat([r.pending_SH for r in requests]), positions, places)
+        ends = torch.tensor([len(r.pending_SH) for r in requests]).cumsum(0).tolist()
+        for request, end in zip(requests, ends, strict=True):
+            request.bonus_output_H = hidden_RH[end - 1]
+            request.pending_SH = request.pending_SH[:0]
+        return [hidden_RH[end - 1] for end in ends]
+
+    def _glue(self, requests: Sequence[DraftRequest]) -> list[Tensor]:
+        """One causal pass over pending and in-flight slots: outputs [K + 1, H] of slot n-2 and of the in-flight slots.
+
+        Each refresh pass repeats the in-flight slots, fed with what the slot before gave in the pass before.
+        """
+        outputs = self._in_flight_pass(requests, [r.in_flight.features_KH for r in requests if r.in_flight])
+        for _ in range(self.plan.refresh):
+            outputs = self._in_flight_pass(requests, [out[:-1] for out in outputs])
+        return outputs
+
+    def _in_flight_pass(self, requests: Sequence[DraftRequest], features: Sequence[Tensor]) -> list[Tensor]:
+        tokens: list[int] = []
+        positions: list[int] = []
+        inputs: list[Tensor] = []
+        places: list[PagedRequest] = []
+        for request, features_KH in zip(requests, features, strict=True):
+            assert request.in_flight is not None, request.id
+            flying = request.in_flight.tokens
+            pending_tokens, pending_slots = request.pending_rows()
+            count = len(pending_tokens) + len(flying)
+            tokens += [*pending_tokens, *flying]
+            positions += [*pending_slots, *range(request.newest_slot + 1, request.newest_slot + 1 + len(flying))]
+            inputs += [request.pending_SH, features_KH.to(request.pending_SH)]
+            if count:
+                places.append(request.rows(request.newest_slot + len(flying), count))
+        hidden_RH = self.model.forward(tokens, torch.cat(inputs), positions, places) if tokens else None
+        outputs, start = [], 0
+        for request, features_KH in zip(requests, features, strict=True):
+            pending, flying = len(request.pending_SH), len(features_KH)
+            own = hidden_RH[start : start + pending + flying] if hidden_RH is not None else features_KH
+            start += pending + flying
+            if pending:
+                request.bonus_output_H, request.pending_SH = own[pending - 1], request.pending_SH[:0]
+            assert request.bonus_output_H is not None, request.id
+            outputs.append(torch.cat([request.bonus_output_H[None], own[pending:]]))
+        return outputs
+
+    def _select(self, requests: Sequence[DraftRequest], outputs: Sequence[Tensor]) -> list[Branches]:
+        flying = [r.in_flight for r in requests if r.in_flight]
+        counts = [self._fan_out(len(f.tokens), r.after_hit) for r, f in zip(requests, flying, strict=True)]
+        logits_GD = self.model.logits(torch.cat(list(outputs)))
+        lowered = [f.lowered or None for f in flying]
+        return select_many(logits_GD, [f.tokens for f in flying], counts, self.model.vocab.draft_to_target, lowered)
+
+    def _fan_out(self, length: int, after_hit: bool) -> tuple[int, ...]:
+        return fan_out(self.plan.policy, length, self.plan.budget, self.statistics[after_hit])
+
+    def _tree(self, trees: Sequence[Branching]) -> list[Prepared]:
+        """K steps over all branches of all requests together."""
+        tokens = [token for tree in trees for token in tree.branches.tokens]
+        hidden_RH = torch.cat([tree.outputs_GH[list(tree.branches.ks)] for tree in trees])
+        sizes = [len(tree.branches.ks) for tree in trees]
+        deepest = [self._mask(tree, self.plan.lookahead) for tree in trees]
+        starts = [[tree.request.newest_slot + 2 + k for k in tree.branches.ks] for tree in trees]  # where the bonus tokens sit
+        steps: list[list[Drawn]] = []
+        outputs: list[Tensor] = []
+        for depth in range(1, self.plan.lookahead + 1):
+            positions = [start - 2 + depth for branch_starts in starts for start in branch_starts]
+            rows = [self._rows(tree, mask, depth) for tree, mask in zip(trees, deepest, strict=True)]
+            hidden_RH = self.model.forward(tokens, hidden_RH, positions, rows)
+            steps.append(self._draw(self.model.logits(hidden_RH), [tree.request for tree in trees], starts, depth))
+            outputs.append(hidden_RH)
+            tokens = [token for drawn in steps[-1] for token in drawn.tokens]
+        pieces = torch.stack(outputs).split(sizes, dim=1)
+        return [_prepared(tree.branches, [step[i] for step in steps], pieces[i]) for i, tree in enumerate(trees)]
+
+    def _mask(self, tree: Branching, depth: int) -> Tensor:
+        mask = tree_mask(tree.request.newest_slot + 1, len(tree.outputs_GH) - 1, tree.branches.ks, depth)
+        return mask.to(tree.outputs_GH.device)
+
+    def _rows(self, tree: Branching, mask_BL: Tensor, depth: int) -> PagedRequest:
+        count = len(tree.branches.ks)
+        last = tree.request.newest_slot + len(tree.outputs_GH) - 1 + depth * count
+        return tree.request.rows(last, count, mask_BL[:, : last + 1])
+
+    def _draw(self, logits_RD: Tensor, requests: Sequence[DraftRequest], starts: Sequence[Sequence[int]], place: int) -> list[Drawn]:
+        """The tokens at `place` after the bonus tokens that sit at `starts`, one row each: argmax, or a keyed draw from q'."""
+        to_target = self.model.vocab.draft_to_target
+        if all(request.sampling.greedy for request in requests):
+            flat = to_target[torch.tensor(greedy_ids(logits_RD))].tolist()
+        else:
+            flat = to_target[logits_RD.float().argmax(-1)].tolist()
+        result, start = [], 0
+        for request, places in zip(requests, starts, strict=True):
+            stop = start + len(places)
+            if request.sampling.greedy:
+                result.append(Drawn(flat[start:stop], None, []))
+            else:
+                result.append(self._sample(logits_RD[start:stop], request, places, place))
+            start = stop
+        return result
+
+    def _sample(self, logits_RD: Tensor, request: DraftRequest, starts: Sequence[int], place: int) -> Drawn:
+        count = len(starts)
+        counts = self._fan_out(self.plan.lookahead, True) if self.plan.mode is Mode.SSD and self.plan.saguaro_c < 1 else ()
+        probs = process_logits(logits_RD, [request.sampling] * count)
+        tilted = tilt(probs, counts[place - 1] if counts else 0, self.plan.saguaro_c)
+        draws = uniforms([request.sampling.seed] * count, [start + place for start in starts], Purpose.DRAFT, [place] * count)
+        to_target = self.model.vocab.draft_to_target
+        tokens = to_target[sample_from(tilted.probs_RD, draws.to(logits_RD.device))].tolist()
+        return Drawn(tokens, tilted.probs_RD, to_target[tilted.lowered_RF].tolist() if tilted.lowered_RF.shape[1] else [])
+
+
+def _speculation(steps: Sequence[Drawn], features: Sequence[Tensor]) -> Speculation:
+    drawn = [step.probs_RD for step in steps if step.probs_RD is not None]
+    lowered = tuple(tuple(step.lowered[0]) for step in steps if step.lowered)
+    tokens = tuple(step.tokens[0] for step in steps)
+    return Speculation(tokens, torch.stack(list(features)), torch.cat(drawn) if drawn else None, lowered)
+
+
+def _prepared(branches: Branches, steps: Sequence[Drawn], features_KBH: Tensor) -> Prepared:
+    drawn = [step.probs_RD for step in steps if step.probs_RD is not None]
+    tokens_BK = [list(tokens) for tokens in zip(*(step.tokens for step in steps), strict=True)]
+    return Prepared(branches, tokens_BK, features_KBH, torch.stack(drawn) if drawn else None, tuple(s.lowered for s in steps if s.lowered))

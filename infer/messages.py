@@ -1,0 +1,135 @@
+"""What the target and the draft process say to each other: frozen records, packed and unpacked here and nowhere else.
+
+Once a round, target to drafter: which requests came, what their verifications gave, which are gone (`ToDraft`). Back: one
+speculation for each (`FromDraft`). Ids and facts cross, never block tables. A packed message is a JSON header, its length before
+it, and the raw tensors behind it. H drafter hidden size, S slots, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.kernels.sample import Sampling
+from infer.request import Source
+
+VERSION = 1
+_HEAD = struct.Struct("<II")
+
+
+@dataclass(frozen=True)
+class Admit:
+    """A request joins: its tokens, the first sampled one last, and the fused features of all positions but that one's."""
+
+    request: str
+    tokens: tuple[int, ...]
+    features_SH: Tensor  # S = len(tokens) - 1
+    max_tokens: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What verification `round` gave: `accepted` tokens of the speculation, then `bonus`; features of the positions before it."""
+
+    request: str
+    round: int
+    accepted: int
+    bonus: int
+    features_SH: Tensor  # S = accepted + 1: the newest token of the round before, and the accepted ones
+
+
+@dataclass(frozen=True)
+class ToDraft:
+    """Target to draft process. `stop` ends the process."""
+
+    admits: tuple[Admit, ...] = ()
+    outcomes: tuple[Outcome, ...] = ()
+    retires: tuple[str, ...] = ()
+    stop: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The speculation for verification `round` of a request, and where it came from.
+
+    `probs_KD` are the distributions the tokens were drawn from, fp32 and bit for bit; None where the tokens were chosen.
+    """
+
+    request: str
+    round: int
+    source: Source
+    tokens: tuple[int, ...]
+    probs_KD: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FromDraft:
+    """Draft process to target: an answer for each admit and outcome of a `ToDraft`; how long the drafter worked since the last."""
+
+    answers: tuple[Answer, ...]
+    busy_seconds: float
+
+
+def pack(message: ToDraft | FromDraft) -> bytes:
+    """One contiguous buffer, read back by `unpack`."""
+    tensors: list[Tensor] = []
+    kind, body = ("to", _to_draft(message, tensors)) if isinstance(message, ToDraft) else ("from", _from_draft(message, tensors))
+    layout = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
+    header = json.dumps({"kind": kind, "body": body, "tensors": layout}, separators=(",", ":")).encode()
+    raw = [t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors]
+    return b"".join([_HEAD.pack(VERSION, len(header)), header, *raw])
+
+
+def unpack(buffer: bytes | memoryview) -> ToDraft | FromDraft:
+    """The message in `buffer`. An other version is refused: both processes have to run the same code."""
+    version, length = _HEAD.unpack_from(buffer)
+    assert version == VERSION, f"message of version {version}, this process speaks {VERSION}"
+    header = json.loads(bytes(buffer[_HEAD.size : _HEAD.size + length]))
+    tensors, offset = [], _HEAD.size + length
+    for name, shape in header["tensors"]:
+        dtype: torch.dtype = getattr(torch, name)
+        size = int(np.prod(shape)) * dtype.itemsize
+        flat = torch.frombuffer(bytearray(buffer[offset : offset + size]), dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+        tensors.append(flat.view(dtype).view(shape))
+        offset += size
+    body = header["body"]
+    return _read_to_draft(body, tensors) if header["kind"] == "to" else _read_from_draft(body, tensors)
+
+
+def _to_draft(message: ToDraft, tensors: list[Tensor]) -> dict[str, Any]:
+    tensors += [admit.features_SH for admit in message.admits] + [outcome.features_SH for outcome in message.outcomes]
+    admits = [[a.request, a.tokens, a.max_tokens, asdict(a.sampling)] for a in message.admits]
+    outcomes = [[o.request, o.round, o.accepted, o.bonus] for o in message.outcomes]
+    return {"admits": admits, "outcomes": outcomes, "retires": message.retires, "stop": message.stop}
+
+
+def _read_to_draft(body: dict[str, Any], tensors: Sequence[Tensor]) -> ToDraft:
+    admits = [
+        Admit(request, tuple(tokens), tensors[i], max_tokens, Sampling(**sampling))
+        for i, (request, tokens, max_tokens, sampling) in enumerate(body["admits"])
+    ]
+    outcomes = [Outcome(*fields, tensors[i]) for i, fields in enumerate(body["outcomes"], start=len(admits))]
+    return ToDraft(tuple(admits), tuple(outcomes), tuple(body["retires"]), body["stop"])
+
+
+def _from_draft(message: FromDraft, tensors: list[Tensor]) -> dict[str, Any]:
+    tensors += [answer.probs_KD for answer in message.answers if answer.probs_KD is not None]
+    answers = [[a.request, a.round, a.source, a.tokens, a.probs_KD is not None] for a in message.answers]
+    return {"answers": answers, "busy": message.busy_seconds}
+
+
+def _read_from_draft(body: dict[str, Any], tensors: Sequence[Tensor]) -> FromDraft:
+    rest = iter(tensors)
+    answers = [
+        Answer(request, round_, Source(source), tuple(tokens), next(rest) if drawn else None)
+        for request, round_, source, tokens, drawn in body["answers"]
+    ]
+    return FromDraft(tuple(answers), body["busy"])
