@@ -36,8 +36,8 @@ POSITIONS = torch.arange(3, 10)[None]
 
 
 def causal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    parts = (x.transpose(1, 2) for x in (query, key, value))
-    return F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def test_upper_layer_is_a_llama_layer() -> None:
@@ -51,8 +51,8 @@ def test_upper_layer_is_a_llama_layer() -> None:
         head_dim=8,
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-        attn_implementation="sdpa",
     )
+    llama._attn_implementation = "sdpa"
     layer = LlamaDecoderLayer(llama, 0)
     layer.load_state_dict(drafter.layers["1"].state_dict())
     hidden = torch.randn(1, 7, 32)
