@@ -108,12 +108,13 @@ def _rope_theta(content: Mapping[str, Any], where: str) -> float:
 def _taps(content: Mapping[str, Any], where: str) -> tuple[int, ...]:
     inputs = content.get("eagle_aux_hidden_state_layer_ids")
     outputs = (content.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if inputs is None and outputs is None:
-        raise UserError(f"{where}: eagle_aux_hidden_state_layer_ids is missing; it names the three layers whose inputs the drafter reads")
     converted = None if outputs is None else [layer + 1 for layer in outputs]
-    if inputs is not None and converted is not None and list(inputs) != converted:
+    found = converted if inputs is None else list(inputs)
+    if found is None:
+        raise UserError(f"{where}: eagle_aux_hidden_state_layer_ids is missing; it names the three layers whose inputs the drafter reads")
+    if converted is not None and found != converted:
         raise UserError(
-            f"{where}: eagle_aux_hidden_state_layer_ids = {list(inputs)} (layer inputs) disagrees with eagle_config's {list(outputs)} "
+            f"{where}: eagle_aux_hidden_state_layer_ids = {found} (layer inputs) disagrees with eagle_config's {list(outputs)} "
             f"(layer outputs, one less each); correct one of them"
         )
-    return tuple(inputs if inputs is not None else converted or ())
+    return tuple(found)
