@@ -7,13 +7,14 @@ import math
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafters.eagle3_ssd.card import DrafterCard
 from drafters.eagle3_ssd.checkpoint import save_drafter
@@ -28,6 +29,58 @@ from train.objective import Anchors, Objective, choose_anchors, count
 from train.prepare import Prepared
 from train.state import Progress, StopRequest, complete_states, load_state, save_state
 
+BEST, FINAL = "best-eagle3", "final-eagle3"
+
+
+class Metrics:
+    """`metrics.jsonl`, one object a line, and Weights & Biases where it is on. Silent in all but the first process."""
+
+    def __init__(self, settings: TrainSettings, output: Path, writes: bool) -> None:
+        self.file, self.run = None, None
+        if not writes:
+            return
+        output.mkdir(parents=True, exist_ok=True)
+        self.file = (output / "metrics.jsonl").open("a", encoding="utf-8")
+        if settings.wandb.mode != "disabled":
+            import wandb
+
+            self.run = wandb.init(
+                project=settings.wandb.project, mode=settings.wandb.mode, dir=output, config=settings.model_dump(mode="json")
+            )
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Add one record."""
+        if self.file is not None:
+            self.file.write(json.dumps(values) + "\n")
+            self.file.flush()
+        if self.run is not None:
+            self.run.log({name: value for name, value in values.items() if name != "step"}, step=values["step"])
+
+    def close(self) -> None:
+        """Finish the records."""
+        if self.file is not None:
+            self.file.close()
+        if self.run is not None:
+            self.run.finish()
+
+
+class Run(NamedTuple):
+    """What stays the same from the first step to the last."""
+
+    settings: TrainSettings
+    prepared: Prepared
+    console: Console
+    accelerator: Accelerator
+    objective: Objective  # the plain module; `model` wraps it for several processes
+    model: nn.Module
+    optimizer: Any
+    metrics: Metrics
+
+    @property
+    def output(self) -> Path:
+        """The run's directory."""
+        return Path(self.settings.output)
+
 
 def train(settings: TrainSettings, prepared: Prepared, console: Console) -> Path:
     """Train to the end of the curriculum, from the newest state if there is one. Returns the drafter's directory."""
@@ -36,63 +89,70 @@ def train(settings: TrainSettings, prepared: Prepared, console: Console) -> Path
     check_batch(settings, accelerator.num_processes)
     objective = make_objective(settings, prepared).to(accelerator.device)
     optimizer = make_optimizer(settings, objective)
-    output = Path(settings.output)
-    progress = resume(output, objective, optimizer, prepared.key, console)
+    progress = resume(Path(settings.output), objective, optimizer, prepared.key, console)
     model, stepper = accelerator.prepare(objective, optimizer)
-    metrics = Metrics(settings, output, accelerator.is_main_process)
-    stop, deadline = StopRequest(), _deadline(settings.minutes)
+    metrics = Metrics(settings, Path(settings.output), accelerator.is_main_process)
+    run = Run(settings, prepared, console, accelerator, objective, model, stepper, metrics)
+    deadline = math.inf if settings.minutes is None else time.monotonic() + 60 * settings.minutes
     figures: Figures | None = None
-    while progress.step < settings.total_steps:
-        started = time.monotonic()
-        result = train_step(settings, prepared, accelerator, model, stepper, progress.step, stop.received or time.monotonic() > deadline)
-        progress = progress._replace(step=progress.step + 1)
-        metrics.write({"step": progress.step, "seconds": time.monotonic() - started, **result.values})
-        console.show("training", progress.step, settings.total_steps, result.note)
-        is_last = result.stops or progress.step == settings.total_steps
-        if is_last or progress.step % settings.heldout.every == 0:
-            if accelerator.is_main_process:
-                figures = measure(objective, prepared.start.vocab, prepared.heldout, settings.heldout, settings.batch.rows_per_forward)
-                metrics.write({"step": progress.step, "heldout": figures.values})
-                console.say(_heldout_line(progress.step, figures))
-                if figures.speed > progress.best:
-                    progress = progress._replace(best=figures.speed)
-                    write_drafter(output / "best-eagle3", settings, prepared, objective, progress.step, figures)
-            accelerator.wait_for_everyone()
-        if accelerator.is_main_process and (is_last or progress.step % settings.checkpoint.every == 0):
-            save_state(output / "states", objective.drafter, optimizer, progress, prepared.key, settings.checkpoint.keep)
-        if result.stops:
-            console.say(f"stopped after step {progress.step}; the same command goes on from here")
-            break
-    console.close()
-    if accelerator.is_main_process and figures is not None:
-        write_drafter(output / "final-eagle3", settings, prepared, objective, progress.step, figures)
-        console.say(f"drafters written: {output}/best-eagle3 (best predicted speed) and {output}/final-eagle3")
-    metrics.close()
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
-    return output / "final-eagle3"
+    with StopRequest() as stop:
+        while progress.step < settings.total_steps:
+            result = train_step(run, progress.step, stop.received or time.monotonic() > deadline)
+            progress = progress._replace(step=progress.step + 1)
+            is_last = result.stops or progress.step == settings.total_steps
+            if is_last or progress.step % settings.heldout.every == 0:
+                progress, figures = evaluate(run, progress)
+            if accelerator.is_main_process and (is_last or progress.step % settings.checkpoint.every == 0):
+                save_state(run.output / "states", objective.drafter, stepper, progress, prepared.key, settings.checkpoint.keep)
+            if result.stops:
+                console.say(f"stopped after step {progress.step} of {settings.total_steps}; the same command goes on from here")
+                break
+    finish(run, progress, figures)
+    return run.output / FINAL
+
+
+def evaluate(run: Run, progress: Progress) -> tuple[Progress, Figures | None]:
+    """Measure on held-out data in the first process, keep the best drafter; the others wait."""
+    figures = None
+    if run.accelerator.is_main_process:
+        figures = measure(
+            run.objective, run.prepared.start.vocab, run.prepared.heldout, run.settings.heldout, run.settings.batch.rows_per_forward
+        )
+        run.metrics.write({"step": progress.step, "heldout": figures.values})
+        run.console.say(_heldout_line(progress.step, figures))
+        if figures.speed > progress.best:
+            progress = progress._replace(best=figures.speed)
+            write_drafter(run, BEST, progress.step, figures)
+    run.accelerator.wait_for_everyone()
+    return progress, figures
+
+
+def finish(run: Run, progress: Progress, figures: Figures | None) -> None:
+    """Write the last drafter, unless nothing was done, and close what is open."""
+    run.console.close()
+    if figures is not None:
+        write_drafter(run, FINAL, progress.step, figures)
+        run.console.say(f"drafters written: {run.output / BEST} (best predicted speed) and {run.output / FINAL}")
+    elif run.accelerator.is_main_process:
+        run.console.say(f"{run.output} has all {progress.step} steps; raise the curriculum's steps to train on")
+    run.metrics.close()
+    run.accelerator.wait_for_everyone()
+    run.accelerator.end_training()
 
 
 class StepResult(NamedTuple):
-    """One optimizer step: numbers for the metrics, a note for the progress bar, and whether anybody asked to stop."""
+    """Numbers of one optimizer step, and whether anybody asked to stop."""
 
     values: dict[str, Any]
-    note: str
     stops: bool
 
 
-def train_step(
-    settings: TrainSettings,
-    prepared: Prepared,
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizer: Any,
-    step: int,
-    wants_stop: bool,
-) -> StepResult:
+def train_step(run: Run, step: int, wants_stop: bool) -> StepResult:
     """One optimizer step over `rows_per_step` rows, shared among the processes and cut into forwards of `rows_per_forward`."""
+    started = time.monotonic()
+    settings, accelerator = run.settings, run.accelerator
     stage = settings.stage_at(step)
-    batches = step_batches(settings, prepared, stage, step, accelerator)
+    batches = step_batches(settings, run.prepared, stage, step, accelerator)
     counts = [count(batch.features, batch.anchors, stage.depth) for batch in batches]
     flag = torch.tensor([float(wants_stop)], dtype=torch.float64, device=accelerator.device)
     local = torch.stack([torch.cat((sum_of([c.all for c in counts]), flag)), torch.cat((sum_of([c.sampled for c in counts]), flag))])
@@ -100,30 +160,36 @@ def train_step(
     there_are, computed = reduced[0, :-1].tolist(), reduced[1, :-1].tolist()
     scales = loss_scales(depth_weights(settings.loss.depth_weights, stage.depth + 1, settings.loss.gamma), there_are, computed)
     scales = [scale * accelerator.num_processes for scale in scales]  # the gradients of the processes are averaged
-    lr = learning_rate(settings, step)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
     losses, sums = [], []
     for number, batch in enumerate(batches):
-        if number + 1 < len(batches):
-            with accelerator.no_sync(model):
-                loss, part = model(batch.features, batch.anchors, stage.depth, scales)
-                accelerator.backward(loss)
-        else:
-            loss, part = model(batch.features, batch.anchors, stage.depth, scales)
+        is_last = number + 1 == len(batches)
+        with nullcontext() if is_last else accelerator.no_sync(run.model):
+            loss, part = run.model(batch.features, batch.anchors, stage.depth, scales)
             accelerator.backward(loss)
         losses.append(loss.detach())
         sums.append(part)
-    norm = accelerator.clip_grad_norm_(model.parameters(), settings.optimizer.clip_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    totals: Any = accelerator.reduce(
-        torch.cat((torch.stack(losses).sum()[None] / accelerator.num_processes, sum_of(sums).flatten())), "sum"
-    )
+    lr = learning_rate(settings, step)
+    norm = update(run, lr)
+    loss = torch.stack(losses).sum() / accelerator.num_processes
+    totals: Any = accelerator.reduce(torch.cat((loss[None], sum_of(sums).flatten())), "sum")
     values = _step_values(totals.tolist(), computed, stage)
-    values.update(lr=lr, grad_norm=float(norm) if norm is not None else math.nan, depth=stage.depth, predictions=sum(computed))
+    tokens = sum(int((batch.features.document_ids > 0).sum()) for batch in batches) * accelerator.num_processes
+    seconds = time.monotonic() - started
+    values.update(depth=stage.depth, lr=lr, grad_norm=norm, predictions=int(sum(computed)), tokens_per_second=tokens / seconds)
+    run.metrics.write({"step": step + 1, **values})
     note = f"depth {stage.depth} loss {values['loss']:.3f} top-1 {values['accuracy'][0]:.2f} .. {values['accuracy'][-1]:.2f}"
-    return StepResult(values, note, bool(reduced[0, -1] > 0))
+    run.console.show("training", step + 1, settings.total_steps, note)
+    return StepResult(values, bool(reduced[0, -1] > 0))
+
+
+def update(run: Run, lr: float) -> float:
+    """Clip the gradient, take an AdamW step at `lr`, and return the gradient's norm before clipping."""
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr
+    norm = run.accelerator.clip_grad_norm_(run.model.parameters(), run.settings.optimizer.clip_norm)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return float(norm) if norm is not None else math.nan
 
 
 class MicroBatch(NamedTuple):
@@ -207,8 +273,9 @@ def resume(output: Path, objective: Objective, optimizer: torch.optim.Optimizer,
     return progress
 
 
-def write_drafter(output: Path, settings: TrainSettings, prepared: Prepared, objective: Objective, step: int, figures: Figures) -> None:
-    """The canonical directory, with a card that says what was done."""
+def write_drafter(run: Run, name: str, step: int, figures: Figures) -> None:
+    """The canonical directory `name`, with a card that says what was done."""
+    settings, prepared = run.settings, run.prepared
     facts = prepared.target.facts
     stages = [settings.stage_at(done) for done in range(step)]
     card = DrafterCard(
@@ -227,39 +294,7 @@ def write_drafter(output: Path, settings: TrainSettings, prepared: Prepared, obj
         measured_fresh=figures.fresh,
         measured_lagged=figures.lagged,
     )
-    save_drafter(output, objective.drafter, prepared.start.vocab, card)
-
-
-class Metrics:
-    """`metrics.jsonl`, one object a line, and Weights & Biases where it is on. Silent in all but the first process."""
-
-    def __init__(self, settings: TrainSettings, output: Path, writes: bool) -> None:
-        self.file, self.run = None, None
-        if not writes:
-            return
-        output.mkdir(parents=True, exist_ok=True)
-        self.file = (output / "metrics.jsonl").open("a", encoding="utf-8")
-        if settings.wandb.mode != "disabled":
-            import wandb
-
-            self.run = wandb.init(
-                project=settings.wandb.project, mode=settings.wandb.mode, dir=output, config=settings.model_dump(mode="json")
-            )
-
-    def write(self, values: dict[str, Any]) -> None:
-        """Add one record."""
-        if self.file is not None:
-            self.file.write(json.dumps(values) + "\n")
-            self.file.flush()
-        if self.run is not None:
-            self.run.log({name: value for name, value in values.items() if name != "step"}, step=values["step"])
-
-    def close(self) -> None:
-        """Finish the records."""
-        if self.file is not None:
-            self.file.close()
-        if self.run is not None:
-            self.run.finish()
+    save_drafter(run.output / name, run.objective.drafter, prepared.start.vocab, card)
 
 
 def _step_values(totals: list[float], computed: list[float], stage: Stage) -> dict[str, Any]:
@@ -279,10 +314,6 @@ def _heldout_line(step: int, figures: Figures) -> str:
     accuracy = " ".join(f"{a:.3f}" for a in values["accuracy"])
     parts = [f"budget {e['budget']}: hit {e['hit_rate']:.2f} tau {e['tau']:.2f} ret {e['retention']:.2f}" for e in values["lagged"]]
     return f"held-out {step}: tau fresh {values['tau_fresh']:.2f}, {'; '.join(parts)}, speed {figures.speed:.2f}; top-1 by depth {accuracy}"
-
-
-def _deadline(minutes: float | None) -> float:
-    return math.inf if minutes is None else time.monotonic() + 60 * minutes
 
 
 def _commit() -> str | None:

@@ -27,9 +27,7 @@ class Progress(NamedTuple):
     best: float = 0.0
 
 
-def save_state(
-    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, settings_key: str, keep: int
-) -> Path:
+def save_state(directory: Path, model: nn.Module, optimizer: Any, progress: Progress, settings_key: str, keep: int) -> Path:
     """Write `directory/step-N/state.pt` and remove all but the newest `keep`."""
     final = directory / f"{PREFIX}{progress.step:07d}"
     beside = directory / f".{final.name}.{os.getpid()}"
@@ -57,7 +55,7 @@ def complete_states(directory: Path) -> list[Path]:
     return sorted(place for place in directory.glob(f"{PREFIX}*") if (place / STATE_FILE).is_file())
 
 
-def load_state(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer, settings_key: str) -> Progress:
+def load_state(place: Path, model: nn.Module, optimizer: Any, settings_key: str) -> Progress:
     """Restore model, optimizer and random generators; `UserError` where the state belongs to another drafter or data set."""
     content: dict[str, Any] = torch.load(place / STATE_FILE, map_location="cpu", weights_only=True)
     if content["settings"] != settings_key:
@@ -76,12 +74,19 @@ def load_state(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 class StopRequest:
-    """Turns SIGINT and SIGTERM into a flag, read at the end of a step; a second SIGINT interrupts at once."""
+    """While open, turns SIGINT and SIGTERM into a flag, read at the end of a step; a second SIGINT interrupts at once."""
 
     def __init__(self) -> None:
         self.received = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._note)
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        self.before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, _: object) -> None:
         if self.received and number == signal.SIGINT:

@@ -114,7 +114,7 @@ def _taps(content: Mapping[str, Any], where: str) -> tuple[int, ...]:
         raise UserError(f"{where}: eagle_aux_hidden_state_layer_ids is missing; it names the three layers whose inputs the drafter reads")
     if converted is not None and found != converted:
         raise UserError(
-            f"{where}: eagle_aux_hidden_state_layer_ids = {found} (layer inputs) disagrees with eagle_config's {list(outputs)} "
+            f"{where}: eagle_aux_hidden_state_layer_ids = {found} (layer inputs) disagrees with eagle_config's {outputs} "
             f"(layer outputs, one less each); correct one of them"
         )
     return tuple(found)

@@ -82,8 +82,8 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(place: Path, monkey
 
     real_step = loop.train_step
 
-    def stops_after_four(settings: Any, prepared: Any, accelerator: Any, model: Any, optimizer: Any, step: int, wants_stop: bool) -> Any:
-        return real_step(settings, prepared, accelerator, model, optimizer, step, wants_stop or step == 3)
+    def stops_after_four(run: Any, step: int, wants_stop: bool) -> Any:
+        return real_step(run, step, wants_stop or step == 3)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", stops_after_four)
