@@ -169,7 +169,7 @@ def round_plot(results: Mapping[str, Any]) -> str | None:
         axes.invert_yaxis()
         axes.margins(x=0.1)
         axes.set_xlabel("milliseconds of a mean round")
-        axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.3 - 0.35 / len(runs)), ncols=3)
+        axes.figure.legend(frameon=False, loc="outside lower center", ncols=3)
 
     return _plot(draw, height=1.3 + 0.5 * len(runs)) if runs else None
 

@@ -1,0 +1,148 @@
+"""The HTTP application: `/health`, `/v1/models`, `/v1/completions`, `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from data.render import RenderError, render_prompt
+from drafters.errors import UserError
+from infer.config import Mode
+from infer.request import SamplingParams
+from infer.server.answers import deltas, events, new_reply, whole_answer
+from infer.server.driver import EngineGone, EngineThread
+from infer.server.errors import ApiError, handle_errors
+from infer.server.protocol import Body, ChatBody, CompletionBody, parse_body
+from infer.text import AnswerText
+
+if TYPE_CHECKING:
+    from infer.engine import Engine
+
+COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat's answer may fill the context
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # pieces are for now, not for a proxy's buffer
+
+
+def create_app(thread: EngineThread, engine: Engine, model_name: str) -> FastAPI:
+    """The application around a started engine thread. `engine` is read only: its tokenizer, facts and settings."""
+    app = FastAPI(title="ssd-drafters", docs_url=None, redoc_url=None, openapi_url=None)
+    handle_errors(app)
+    model = {"id": model_name, "object": "model", "created": int(time.time()), "owned_by": "ssd-drafters"}
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        drafter = ("serving" if engine.draft_alive else "gone") if engine.mode is not Mode.AR else "none"
+        status = "ok" if thread.alive else "engine ended"
+        return JSONResponse({"status": status, "mode": engine.mode.value, "drafter": drafter}, 200 if thread.alive else 503)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        _check_model(name, model_name)
+        return model
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = parse_body(CompletionBody, await request.body())
+        prompt_ids = _prompt_ids(body.prompt, engine)
+        return await respond(request, body, prompt_ids, body.max_tokens or COMPLETION_TOKENS)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        body = parse_body(ChatBody, await request.body())
+        try:
+            prompt_ids = render_prompt([message.plain for message in body.messages], engine.target.tokenizer)
+        except RenderError as error:
+            raise ApiError(400, str(error), "messages", "invalid_value") from error
+        return await respond(request, body, prompt_ids, body.max_completion_tokens or body.max_tokens)
+
+    async def respond(request: Request, body: Body, prompt_ids: Sequence[int], max_tokens: int | None) -> Response:
+        is_chat = isinstance(body, ChatBody)
+        _check_model(body.model or model_name, model_name)
+        room = _room(prompt_ids, engine, "messages" if is_chat else "prompt")
+        params = _sampling(body, min(max_tokens or room, room))
+        request_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        try:
+            stream = await thread.submit(request_id, prompt_ids, params)
+        except UserError as error:
+            raise ApiError(400, str(error)) from error
+        except EngineGone as error:
+            raise ApiError(503, str(error)) from error
+        pieces = deltas(thread, stream, AnswerText(engine.target.tokenizer, body.stops))
+        reply = new_reply(request_id, model_name, is_chat, len(prompt_ids))
+        if body.stream:
+            return StreamingResponse(events(reply, pieces, body.include_usage), media_type="text/event-stream", headers=STREAM_HEADERS)
+        answer = await _unless_disconnected(request, asyncio.ensure_future(whole_answer(reply, pieces)))
+        return JSONResponse(answer)
+
+    return app
+
+
+async def _unless_disconnected(request: Request, answer: asyncio.Future[dict[str, Any]]) -> dict[str, Any] | None:
+    """The answer; where the client hangs up before, its reading is cancelled, and so is the request in the engine."""
+    hung_up = asyncio.ensure_future(_disconnection(request))
+    try:
+        await asyncio.wait({answer, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+        return await answer if answer.done() else None
+    finally:
+        answer.cancel()
+        hung_up.cancel()
+
+
+async def _disconnection(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _prompt_ids(prompt: str | list[str] | list[int] | list[list[int]], engine: Engine) -> list[int]:
+    """Token ids of the one prompt of a completion."""
+    one: Any = prompt
+    if isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int)):
+        if len(prompt) != 1:
+            raise ApiError(400, f"prompt holds {len(prompt)} prompts: send one in each request", "prompt", "invalid_value")
+        one = prompt[0]
+    if isinstance(one, str):
+        return engine.target.tokenizer(one)["input_ids"] if one else []
+    vocab_size = engine.target.facts.vocab_size
+    wrong = [token for token in one if not 0 <= token < vocab_size]
+    if wrong:
+        raise ApiError(400, f"prompt holds the token id {wrong[0]}: ids of this model are 0..{vocab_size - 1}", "prompt", "invalid_value")
+    return one
+
+
+def _room(prompt_ids: Sequence[int], engine: Engine, field: str) -> int:
+    """Tokens that an answer may have. Raises `ApiError` for an empty prompt and for one that leaves no room."""
+    if not prompt_ids:
+        raise ApiError(400, f"{field} is empty: give at least one token of text", field, "invalid_value")
+    settings = engine.settings
+    limit = min(settings.max_model_len, settings.kv_tokens or settings.max_model_len)
+    if len(prompt_ids) >= limit:
+        message = f"{field}: {len(prompt_ids)} tokens, but the context holds {limit} with the answer: shorten the text"
+        raise ApiError(400, message, field, "context_length_exceeded")
+    return limit - len(prompt_ids)
+
+
+def _sampling(body: Body, max_new_tokens: int) -> SamplingParams:
+    """Requests without a seed get one of their own each."""
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p or 1.0,
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        ignore_eos=bool(body.ignore_eos),
+    )
+
+
+def _check_model(name: str, model_name: str) -> None:
+    if name != model_name:
+        raise ApiError(404, f"the model {name!r} is not served here: use {model_name!r}", "model", "model_not_found")

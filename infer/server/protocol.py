@@ -1,0 +1,158 @@
+"""Request bodies of the OpenAI API: what is understood, what is refused, and what may be left out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from drafters.errors import unknown_name
+from infer.server.errors import ApiError
+
+# Fields of the API that are not supported -> the values that ask for nothing, and are therefore let through (null always is).
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+}
+# Fields that concern OpenAI's own service and change no text.
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+
+
+class Body(BaseModel):
+    """What both endpoints understand. Temperature is 1 unless given, as in OpenAI's API; `top_k` and `ignore_eos` are extensions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=1)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _stops_have_text(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        strings = [stop] if isinstance(stop, str) else stop or []
+        if len(strings) > 16 or "" in strings:
+            raise ValueError("give at most 16 strings, none of them empty")
+        return stop
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class CompletionBody(Body):
+    """`/v1/completions`: a text, or its token ids."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """A message of a chat."""
+
+    model_config = ConfigDict(frozen=True)
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @property
+    def plain(self) -> dict[str, str]:
+        """As the chat template reads it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatBody(Body):
+    """`/v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parse_body(kind: type[B], content: bytes) -> B:
+    """Read a body. Raises `ApiError` 400 that names the field."""
+    try:
+        fields = json.loads(content)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ApiError(400, f"the body has to be a JSON object, not a {type(fields).__name__}")
+    refuse_unsupported(fields)
+    known = {name: value for name, value in fields.items() if name not in UNSUPPORTED and name not in IGNORED}
+    try:
+        return kind.model_validate(known)
+    except ValidationError as error:
+        raise _explain(kind, error) from error
+
+
+def refuse_unsupported(fields: dict[str, Any]) -> None:
+    """Raise `ApiError` for a field that asks for what this server cannot do; silence would be a wrong answer."""
+    for name, neutral in UNSUPPORTED.items():
+        value = fields.get(name)
+        if value is not None and value not in neutral:
+            raise ApiError(400, f"{name} = {json.dumps(value)[:80]} is not supported: leave it out", name, "unsupported_parameter")
+
+
+def _explain(kind: type[Body], error: ValidationError) -> ApiError:
+    first = error.errors()[0]
+    path = [part for part in first["loc"] if isinstance(part, int) or part.isidentifier()]  # without the names of union branches
+    field = str(path[0])
+    name = ".".join(str(part) for part in path if part not in ("str", "int"))
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, str(unknown_name("parameter", field, kind.model_fields)), field, "unknown_parameter")
+    if first["type"] == "missing":
+        return ApiError(400, f"you must give the parameter {name!r}", name, "missing_required_parameter")
+    return ApiError(400, f"{name} = {json.dumps(first['input'], default=str)[:80]}: {first['msg']}", name, "invalid_value")
