@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=prog,
             description=description,
-            epilog=f"{settings_help()}\n\nexamples:\n{examples}",
+            epilog=f"examples:\n{examples}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -33,6 +33,7 @@ class Parser(argparse.ArgumentParser):
     def add_recipe(self) -> None:
         """The options that say what engine to build."""
         self.add_argument("--recipe", required=True, metavar="FILE", help="YAML file of settings, such as recipes/smollm2-135m/serve.yaml")
+        self.epilog = f"{settings_help()}\n\n{self.epilog}"
         self.add_argument("overrides", nargs="*", metavar="key=value", help="a setting in place of the recipe's, such as lookahead=4")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:

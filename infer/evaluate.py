@@ -99,7 +99,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--beside", action="append", default=[], metavar='"MODE key=value"', help="measure a mode once more with other settings; repeatable"
     )
-    return parser.read(argv)
+    options = parser.read(argv)
+    settings = [name for name in options.prompts if "=" in name and not Path(name).exists()]  # --prompts takes all that follows it
+    options.overrides += settings
+    options.prompts = [name for name in options.prompts if name not in settings]
+    return options
 
 
 def plan_runs(options: argparse.Namespace) -> list[Run]:
