@@ -142,7 +142,7 @@ def refuse_unsupported(fields: dict[str, Any]) -> None:
     """Raise `ApiError` for a field that asks for what this server cannot do; silence would be a wrong answer."""
     for name, neutral in UNSUPPORTED.items():
         value = fields.get(name)
-        if value is not None and value not in neutral:
+        if value is not None and not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral):
             raise ApiError(400, f"{name} = {json.dumps(value)[:80]} is not supported: leave it out", name, "unsupported_parameter")
 
 

@@ -1,0 +1,232 @@
+"""The measuring command: settings by mode, turns, interruption, and a `results.json` whose numbers fit together."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafters.errors import UserError, run_command
+from infer import evaluate
+from infer.config import EngineSettings, Mode
+from infer.console import Interrupt
+from infer.request import FinishReason, Request, RequestOutput, SamplingParams
+from infer.results import Measured, parting_margin, write_json
+from tests.cpu.infer.recipe import target_of, write_recipe
+from tests.tiny import tiny_model
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "p.jsonl"
+    rows = [{"id": f"p{n}", "messages": [{"role": "user", "content": f"question {n}"}]} for n in range(4)]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+def run(*arguments: object) -> int:
+    return run_command(evaluate.main, [str(argument) for argument in arguments])
+
+
+def plan(recipe: Path, *arguments: str) -> list[evaluate.Run]:
+    return evaluate.plan_runs(evaluate.parse(["--recipe", str(recipe), "--prompts", "p.jsonl", "--out", "o", *arguments]))
+
+
+@pytest.fixture(scope="module")
+def results(recipe: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("out")
+    arguments = ["--num-prompts", 3, "--max-new-tokens", 16, "--out", out, "--set", "sd:lookahead=2", "--beside", "ar target_threads=1"]
+    assert run("--recipe", recipe, "--prompts", prompts, *arguments) == 0
+    assert (out / "report.html").is_file()
+    assert not list(out.glob("*.partial"))
+    return json.loads((out / "results.json").read_text(encoding="utf-8"))
+
+
+def test_results_hold_the_documented_fields(results: dict[str, Any]) -> None:
+    assert {"machine", "target", "drafter", "runs", "ratios"} <= results.keys()
+    fields = """mode settings prompts new_tokens seconds prefill_seconds tokens_per_second tokens_per_round acceptance_by_position hit_rate
+        tokens_per_round_hit tokens_per_round_miss verify_ms draft_ms wait_ms outputs"""
+    for record in results["runs"]:
+        assert set(fields.split()) <= record.keys()
+        assert all(record[name].keys() == {"p50", "p90"} for name in ("verify_ms", "draft_ms", "wait_ms"))
+        assert set(record["settings"]) == set(EngineSettings.model_fields)
+    assert {"cpu", "cores", "torch", "transformers"} <= results["machine"].keys()
+
+
+def test_results_fit_together(results: dict[str, Any]) -> None:
+    ar, sd, ssd, beside = results["runs"]
+    assert [record["label"] for record in results["runs"]] == ["ar", "sd", "ssd", "ar target_threads=1"]
+    assert (sd["settings"]["lookahead"], ssd["settings"]["lookahead"]) == (2, 3)
+    for record in results["runs"]:
+        assert [output["id"] for output in record["outputs"]] == ["p0", "p1", "p2"]
+        assert record["prompts"] == 3
+        assert record["new_tokens"] == sum(len(output["token_ids"]) for output in record["outputs"])
+        assert record["seconds"] == pytest.approx(sum(output["seconds"] for output in record["outputs"]))
+        assert record["tokens_per_second"] == pytest.approx((record["new_tokens"] - 3) / record["seconds"])
+        assert record["outputs"][0]["token_ids"] == ar["outputs"][0]["token_ids"]
+    assert results["ratios"].keys() == {"ssd/ar", "ssd/sd", "sd/ar"}
+    assert results["ratios"]["ssd/ar"] == pytest.approx(ssd["tokens_per_second"] / ar["tokens_per_second"])
+    for name, interval in results["ratio_intervals"].items():
+        assert interval["low"] <= interval["value"] == results["ratios"][name] <= interval["high"]
+    assert ar["tokens_per_round"] == beside["tokens_per_round"] == 1.0
+    assert ar["hit_rate"] is sd["hit_rate"] is None
+    assert 0 <= ssd["hit_rate"] <= 1
+    assert (len(sd["acceptance_by_position"]), len(ssd["acceptance_by_position"])) == (2, 3)
+    looked_up = sum(ssd["sources"][name] for name in ("hit", "jit", "ngram", "none"))
+    assert looked_up == sum(output["looked_up"] for output in ssd["outputs"])
+    assert ssd["sources"]["first"] == 3
+
+
+def test_in_fp32_all_modes_agree(results: dict[str, Any]) -> None:
+    assert [(pair["pair"], pair["equal"], pair["partings"]) for pair in results["agreement"]] == [
+        ("ar/sd", 3, []),
+        ("ar/ssd", 3, []),
+        ("sd/ssd", 3, []),
+    ]
+
+
+def test_the_prediction_stands_beside_the_measured_ratios(results: dict[str, Any]) -> None:
+    for name, entry in results["prediction"]["ratios"].items():
+        assert entry["measured"] == results["ratios"][name]
+        assert entry["share"] == pytest.approx(entry["measured"] / entry["predicted"])
+
+
+def test_parting_margin_is_the_distance_of_two_logits_of_a_plain_forward(recipe: Path) -> None:
+    target, prefix = target_of(recipe), [5, 80, 33, 120, 7]
+    with torch.no_grad():
+        logits = tiny_model()(torch.tensor([prefix])).logits[0, -1]
+    margin = parting_margin(target, prefix, 40, 41)
+    assert margin == pytest.approx(abs(float(logits[40] - logits[41])), rel=1e-4)
+    assert parting_margin(target, prefix, 40, None) is None
+
+
+def test_the_more_particular_setting_wins(recipe: Path, tmp_path: Path) -> None:
+    content = recipe.read_text(encoding="utf-8")
+    with_modes = tmp_path / "modes.yaml"
+    with_modes.write_text(content + "modes:\n  sd: {lookahead: 7, budget: 70}\n", encoding="utf-8")
+
+    def lookaheads(*arguments: str) -> list[int]:
+        return [entry.settings.lookahead for entry in plan(with_modes, *arguments)]
+
+    assert lookaheads() == [3, 7, 3]
+    assert lookaheads("lookahead=5") == [5, 5, 5]
+    assert lookaheads("lookahead=5", "--set", "ssd:lookahead=9") == [5, 5, 9]
+    assert lookaheads("--modes", "sd", "--beside", "sd lookahead=1") == [7, 1]
+    assert plan(with_modes)[1].settings.budget == 70
+    assert plan(with_modes, "batch_size=4", "--dtype", "bfloat16")[0].settings.model_dump(include={"batch_size", "dtype"}) == {
+        "batch_size": 1,  # one request at a time is what is measured
+        "dtype": "bfloat16",
+    }
+    assert plan(recipe, "--modes", "ar", "drafter=null")[0].settings.drafter is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--modes", "ar,ssdd"], "--modes: unknown mode 'ssdd': did you mean 'ssd'?"),
+        (["--modes", "ar,ar"], "twice"),
+        (["--set", "lookahead=2"], "cannot read --set lookahead=2"),
+        (["--set", "ds:lookahead=2"], "unknown mode 'ds'"),
+        (["--set", "sd:lookahed=2"], "unknown setting 'lookahed'"),
+        (["--beside", "ar"], "what differs"),
+        (["--beside", "ar dtype=bfloat16"], "dtype differs"),
+        (["drafter=null"], "mode sd needs a drafter"),
+    ],
+)
+def test_a_wrong_plan_is_refused(recipe: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("?", r"\?")):
+        plan(recipe, *arguments)
+
+
+def test_settings_may_stand_behind_the_prompt_files(recipe: Path) -> None:
+    options = evaluate.parse(["--recipe", str(recipe), "--out", "o", "--prompts", "a.jsonl", "b.jsonl", "lookahead=2"])
+    assert (options.prompts, options.overrides) == (["a.jsonl", "b.jsonl"], ["lookahead=2"])
+
+
+@pytest.mark.parametrize("bad", ["modes: [sd]\n", "modes: {sd: 3}\n"])
+def test_a_wrong_modes_part_names_the_recipe(recipe: Path, tmp_path: Path, bad: str) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(recipe.read_text(encoding="utf-8") + bad, encoding="utf-8")
+    with pytest.raises(UserError, match=r"wrong\.yaml: `modes:`"):
+        plan(wrong)
+
+
+def test_mistakes_end_the_command_with_one_line(recipe: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    for arguments, message in (
+        (["--prompts", "nowhere.jsonl", "--out", tmp_path], "nowhere.jsonl"),
+        (["--prompts", prompts, "--out", tmp_path / "file"], "cannot make that directory"),
+        (["--prompts", prompts, "--out", tmp_path, "max_model_len=20"], "prompt 'p0' has"),
+    ):
+        assert run("--recipe", recipe, "--modes", "ar", *arguments) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+
+
+class FakeEngine:
+    """Answers each request in two steps; `log` gets its name at each submission."""
+
+    def __init__(self, name: str, log: list[str], on_step: Any = lambda: None) -> None:
+        self.name, self.log, self.on_step = name, log, on_step
+        self.settings = EngineSettings(target="t", target_devices=("cpu",))
+
+    def submit(self, prompt_ids: list[int], params: SamplingParams) -> str:
+        self.log.append(self.name)
+        self.request = Request("r", tuple(prompt_ids), params, frozenset(), 100, list(prompt_ids))
+        return "r"
+
+    def step(self) -> list[RequestOutput]:
+        self.on_step()
+        self.request.tokens.append(1)
+        reason = FinishReason.LENGTH if len(self.request.new_tokens) == 2 else None
+        return [RequestOutput("r", (1,), reason, self.request)]
+
+    def cancel(self, request_id: str) -> None:
+        self.log.append(f"cancel {self.name}")
+
+
+def measured_by(engines: list[FakeEngine], interrupt: Interrupt) -> list[Measured]:
+    measured = [Measured(engine.name, Mode.AR, engine.settings, [], []) for engine in engines]
+    questions = [evaluate.Question(f"q{n}", [n]) for n in range(4)]
+    evaluate.measure(engines, measured, questions, SamplingParams(), interrupt, lambda: None)  # type: ignore[arg-type]
+    return measured
+
+
+def test_the_modes_take_turns_and_who_goes_first_rotates() -> None:
+    log: list[str] = []
+    measured = measured_by([FakeEngine(name, log) for name in "abc"], Interrupt())
+    assert "".join(log) == "abc" + "bca" + "cab" + "abc"
+    assert [[answer.prompt_ids for answer in run.answers] for run in measured] == [[(0,), (1,), (2,), (3,)]] * 3
+
+
+def test_ctrl_c_keeps_the_prompts_that_every_mode_has_answered() -> None:
+    log: list[str] = []
+    steps: list[int] = []
+
+    def interrupt_in_the_second_prompt() -> None:
+        steps.append(1)
+        if len(steps) == 3:  # two steps a prompt
+            signal.raise_signal(signal.SIGINT)
+
+    with evaluate.interruptible() as interrupt:
+        measured = measured_by([FakeEngine("a", log), FakeEngine("b", log, interrupt_in_the_second_prompt)], interrupt)
+    assert [run.prompt_ids for run in measured] == [["q0"], ["q0"]]
+    assert log == ["a", "b", "b", "cancel b", "a", "cancel a"]  # q0 by both; q1, where b is first
+
+
+def test_json_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"a": 1}
