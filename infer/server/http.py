@@ -36,7 +36,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=1024)
     except OSError as error:
-        cause = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror
+        cause = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         raise UserError(f"cannot listen on {host}:{port}: {cause}; give a free port with --port, or another --host") from error
 
 

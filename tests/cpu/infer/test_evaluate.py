@@ -178,7 +178,7 @@ class FakeEngine:
 
     def __init__(self, name: str, log: list[str], on_step: Any = lambda: None) -> None:
         self.name, self.log, self.on_step = name, log, on_step
-        self.settings = EngineSettings(target="t", target_devices=("cpu",))
+        self.settings = EngineSettings.model_validate({"target": "t", "target_devices": ("cpu",)})
 
     def submit(self, prompt_ids: list[int], params: SamplingParams) -> str:
         self.log.append(self.name)

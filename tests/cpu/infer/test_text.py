@@ -10,7 +10,7 @@ from infer.text import REPLACEMENT, AnswerText, Detokenizer, decode, first_stop,
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
-END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+END = TOKENIZER.get_vocab()["<|im_end|>"]
 
 
 def ids_of(text: str) -> list[int]:
