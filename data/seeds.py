@@ -131,34 +131,50 @@ OPENINGS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-TOPICS = (
-    "photosynthesis|gravity|the water cycle|supply and demand|democracy|recycling|black holes|vaccines|inflation|machine learning|the French Revolution|"
-    "volcanoes|the human heart|electric cars|renewable energy|the Roman Empire|honey bees|climate change|good sleep|meditation|chess|jazz music|"
-    "the moon landing|plate tectonics|DNA|the stock market|public transport|gardening|coral reefs|the printing press|antibiotics|critical thinking|"
-    "time management|arthritis and exercise|healthy eating|world trade|the internet|encryption|dinosaurs|migration of birds|the Great Wall of China|"
-    "coffee|chocolate|bread baking|marathon training|team work|remote work|social media|online privacy|artificial intelligence|quantum mechanics|"
-    "the periodic table|acids and bases|friction|sound waves|rainbows|earthquakes|deserts|the Amazon rainforest|penguins|whales|octopuses|"
-    "impressionist painting|classical music|opera|Shakespeare|science fiction|folk tales|the Olympics|football|swimming|yoga|stress|friendship|"
-    "leadership|negotiation|budgeting|credit cards|insurance|taxes|start-ups|marketing|customer service|logistics|bridges|skyscrapers|robots|"
-    "batteries|solar panels|nuclear power|space telescopes|satellites|maps|languages|grammar|public speaking|education|libraries|museums"
-).split("|")
-THINGS = (
-    "apple|book|pencil|bicycle|lamp|garden chair|marble|ticket|cookie|notebook|candle|sticker|balloon|orange|toy car|flower|shirt|mug|"
-    "phone|laptop|backpack|watch|table|painting|guitar|puzzle|egg|seashell|stamp|button|plant|cake|sandwich|ball|kite|drone|blanket"
-).split("|")
-NAMES = (
-    "Maria|Tom|Aisha|Ben|Chloe|David|Elena|Farid|Grace|Hiro|Ines|Jack|Kavya|Leo|Mina|Noah|Olga|Pedro|Quinn|Rosa|Sam|Tara|Umar|Vera|Will|Yuki|Zoe"
-).split("|")
-PLACES = "Lisbon|a small village|the mountains|Tokyo|an old castle|the desert|New York|a lighthouse|the forest|Cairo|a space station|Paris".split("|")
-FUNCTIONS = (
-    "count_vowels|is_prime|reverse_words|merge_sorted|flatten|find_duplicates|rotate_list|is_palindrome|sum_of_digits|largest_gap|word_lengths|"
-    "remove_spaces|common_elements|running_total|second_largest|to_binary|fibonacci|factorial|unique_sorted|longest_word|is_anagram|chunk_list|"
-    "clamp_values|even_positions|transpose|median_of|capitalize_all|parse_pairs|below_limit|matching_brackets|triangle_area|digits_sum|filter_by_prefix"
-).split("|")
-ARGUMENTS = (
-    "numbers|text|items, n|a, b|values: list|s: str|n: int|numbers: List[int]|words: List[str], k: int|matrix|lst: list, limit: int|string: str"
-).split("|")
-ACTIONS = "count the words|sum the numbers|print the longest line|skip empty lines|write the result to another file|find a word".split("|")
+
+def _split(words: str) -> list[str]:
+    return words.split("|")
+
+
+TOPICS = _split(
+    "photosynthesis|gravity|the water cycle|supply and demand|democracy|recycling|black holes|vaccines|inflation|machine learning|"
+    "the French Revolution|volcanoes|the human heart|electric cars|renewable energy|the Roman Empire|honey bees|climate change|"
+    "good sleep|meditation|chess|jazz music|the moon landing|plate tectonics|DNA|the stock market|public transport|gardening|"
+    "coral reefs|the printing press|antibiotics|critical thinking|time management|arthritis and exercise|healthy eating|"
+    "world trade|the internet|encryption|dinosaurs|migration of birds|the Great Wall of China|coffee|chocolate|bread baking|"
+    "marathon training|team work|remote work|social media|online privacy|artificial intelligence|quantum mechanics|"
+    "the periodic table|acids and bases|friction|sound waves|rainbows|earthquakes|deserts|the Amazon rainforest|penguins|whales|"
+    "octopuses|impressionist painting|classical music|opera|Shakespeare|science fiction|folk tales|the Olympics|football|swimming|"
+    "yoga|stress|friendship|leadership|negotiation|budgeting|credit cards|insurance|taxes|start-ups|marketing|customer service|"
+    "logistics|bridges|skyscrapers|robots|batteries|solar panels|nuclear power|space telescopes|satellites|maps|languages|grammar|"
+    "public speaking|education|libraries|museums"
+)
+THINGS = _split(
+    "apple|book|pencil|bicycle|lamp|garden chair|marble|ticket|cookie|notebook|candle|sticker|balloon|orange|toy car|flower|shirt|"
+    "mug|phone|laptop|backpack|watch|table|painting|guitar|puzzle|egg|seashell|stamp|button|plant|cake|sandwich|ball|kite|drone|"
+    "blanket"
+)
+NAMES = _split(
+    "Maria|Tom|Aisha|Ben|Chloe|David|Elena|Farid|Grace|Hiro|Ines|Jack|Kavya|Leo|Mina|Noah|Olga|Pedro|Quinn|Rosa|Sam|Tara|Umar|"
+    "Vera|Will|Yuki|Zoe"
+)
+PLACES = _split(
+    "Lisbon|a small village|the mountains|Tokyo|an old castle|the desert|New York|a lighthouse|the forest|Cairo|a space station|"
+    "Paris"
+)
+FUNCTIONS = _split(
+    "count_vowels|is_prime|reverse_words|merge_sorted|flatten|find_duplicates|rotate_list|is_palindrome|sum_of_digits|largest_gap|"
+    "word_lengths|remove_spaces|common_elements|running_total|second_largest|to_binary|fibonacci|factorial|unique_sorted|"
+    "longest_word|is_anagram|chunk_list|clamp_values|even_positions|transpose|median_of|capitalize_all|parse_pairs|below_limit|"
+    "matching_brackets|triangle_area|digits_sum|filter_by_prefix"
+)
+ARGUMENTS = _split(
+    "numbers|text|items, n|a, b|values: list|s: str|n: int|numbers: List[int]|words: List[str], k: int|matrix|"
+    "lst: list, limit: int|string: str"
+)
+ACTIONS = _split(
+    "count the words|sum the numbers|print the longest line|skip empty lines|write the result to another file|find a word"
+)
 
 
 class Opening(NamedTuple):

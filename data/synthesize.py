@@ -56,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m data.synthesize", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m data.synthesize", description=__doc__, formatter_class=layout)
     parser.add_argument("--target", required=True, help="directory, hub id, .gguf file or builtin:smollm2-135m")
     parser.add_argument("--out", required=True, help="directory of the corpus; gets corpus.parquet and manifest.json")
     parser.add_argument("--prompts", nargs="*", help="files with prompts to answer (default: the target writes them itself)")

@@ -125,7 +125,7 @@ def _convert(gguf: Path, place: Path) -> None:
         except (OSError, ValueError, KeyError, NotImplementedError) as error:
             raise UserError(f"{gguf} could not be read as a GGUF model: {error}") from error
         model.config._name_or_path = ""
-        model.to(torch.bfloat16).save_pretrained(beside)
+        model.bfloat16().save_pretrained(beside)
         tokenizer.save_pretrained(beside)
         (beside / MARKER).write_text("")
         _put_in_place(beside, place)

@@ -87,7 +87,7 @@ def load_target(spec: str, dtype: str = "bfloat16", device: str = "cpu", cache_d
     path = resolve_target(spec, cache_dir)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation=ATTENTION)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation=ATTENTION)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"target {spec!r} could not be loaded from {path}: {error}") from error
     model.requires_grad_(False).eval().to(device)

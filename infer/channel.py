@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from infer.draft_worker import DraftWorker
 from infer.messages import FromDraft, ToDraft, pack, unpack
@@ -59,8 +60,8 @@ class LocalChannel:
 class Wire:
     """One end of a two-process gloo group: whole messages as bytes, in frames."""
 
-    def __init__(self, store: dist.Store, rank: int, timeout: timedelta = FOREVER) -> None:
-        self.group = dist.ProcessGroupGloo(store, rank, 2, timeout)
+    def __init__(self, store: TCPStore, rank: int, timeout: timedelta = FOREVER) -> None:
+        self.group: Any = dist.ProcessGroupGloo(store, rank, 2, timeout)
         self.peer = 1 - rank
 
     def send(self, message: ToDraft | FromDraft) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from drafters.eagle3_ssd.checkpoint import load_drafter
 from drafters.errors import UserError
@@ -47,7 +47,7 @@ def run_draft_process(job: DraftJob) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    store = dist.TCPStore("127.0.0.1", job.port, 2, is_master=False, timeout=STORE_TIMEOUT)
+    store = TCPStore("127.0.0.1", job.port, 2, is_master=False, timeout=STORE_TIMEOUT)
     store.set("drafter-ready", str(os.getpid()))
     serve(Wire(store, 1), worker)
 

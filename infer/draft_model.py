@@ -29,9 +29,9 @@ class DraftModel:
         heads_MD = (self.config.num_key_value_heads, self.config.head_dim)
         self.pool = KvPool.allocate(self.config.num_hidden_layers, self.blocks.num_blocks, BLOCK, heads_MD, like=self.embeddings)
         self.scale = self.config.head_dim**-0.5
-        for layer in (self.model.midlayer, *self.model.layers.values()):
-            fuse(layer.self_attn, ["q_proj", "k_proj", "v_proj"])
-            fuse(layer.mlp, ["gate_proj", "up_proj"])
+        for part in list(self.model.modules()):
+            fuse(part, ["q_proj", "k_proj", "v_proj"])
+            fuse(part, ["gate_proj", "up_proj"])
         pack(self.model)
 
     def forward(self, tokens: Sequence[int], features_RH: Tensor, positions: Sequence[int], requests: Sequence[PagedRequest]) -> Tensor:

@@ -11,8 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch._C._distributed_c10d import TCPStore
 
 from drafters.eagle3_ssd.checkpoint import LoadedDrafter, load_drafter
 from drafters.errors import UserError
@@ -32,9 +32,10 @@ log = logging.getLogger(__name__)
 START_TIMEOUT = timedelta(minutes=5)  # a cold start reads the drafter from a slow disk
 
 
-def launch(settings: EngineSettings, mode: Mode, target: Target | None = None) -> Engine:
+def launch(settings: EngineSettings, mode: Mode, target: Target | None = None, in_process: bool = False) -> Engine:
     """Build an engine. A `target` that is already loaded is shared; it has to be the one the settings name.
 
+    `in_process` runs the drafter of mode ssd in this process too, in turns with the target: the same rounds, no gain in time.
     Raises `UserError` where a file, device or setting does not fit.
     """
     device = device_of(settings.target_devices)
@@ -50,7 +51,8 @@ def launch(settings: EngineSettings, mode: Mode, target: Target | None = None) -
     loaded = _load_drafter(settings, target)
     fuse_taps = PackedLinear(loaded.model.fc.weight.detach().clone())
     runner = TargetRunner(target, pool_tokens, loaded.config.tap_hidden_states_ids, fuse_taps)
-    channel, pid = _local(settings, mode, loaded) if mode is Mode.SD else _draft_process(settings, mode, target)
+    local = in_process or mode is Mode.SD
+    channel, pid = _local(settings, mode, loaded) if local else _draft_process(settings, mode, target)
     to_target = loaded.vocab.draft_to_target.to(device)
     return Engine(settings, mode, runner, Drafting(channel, to_target, pid=pid))
 
@@ -73,7 +75,7 @@ class ProcessChannel:
     """The target's end of the wire to a draft process, and the process itself."""
 
     def __init__(self, settings: EngineSettings, mode: Mode, target: Target) -> None:
-        store = dist.TCPStore("127.0.0.1", _free_port(), 2, is_master=True, wait_for_workers=False, timeout=START_TIMEOUT)
+        store = TCPStore("127.0.0.1", _free_port(), 2, is_master=True, wait_for_workers=False, timeout=START_TIMEOUT)
         embed = target.embed_weight.detach().cpu().share_memory_()
         device = device_of(settings.draft_devices)
         job = DraftJob(
@@ -92,7 +94,7 @@ class ProcessChannel:
         self.store = store
         self.wire = self._connect(store)
 
-    def _connect(self, store: dist.TCPStore) -> Wire:
+    def _connect(self, store: TCPStore) -> Wire:
         deadline = time.monotonic() + START_TIMEOUT.total_seconds()
         while not store.check(["drafter-ready"]):
             if not self.process.is_alive() or time.monotonic() > deadline:

@@ -116,7 +116,10 @@ def _read_to_draft(body: dict[str, Any], tensors: Sequence[Tensor]) -> ToDraft:
         Admit(request, tuple(tokens), tensors[i], max_tokens, Sampling(**sampling))
         for i, (request, tokens, max_tokens, sampling) in enumerate(body["admits"])
     ]
-    outcomes = [Outcome(*fields, tensors[i]) for i, fields in enumerate(body["outcomes"], start=len(admits))]
+    outcomes = [
+        Outcome(request, round_, accepted, bonus, tensors[i])
+        for i, (request, round_, accepted, bonus) in enumerate(body["outcomes"], start=len(admits))
+    ]
     return ToDraft(tuple(admits), tuple(outcomes), tuple(body["retires"]), body["stop"])
 
 

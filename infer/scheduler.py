@@ -22,8 +22,9 @@ class Scheduler:
         """Queue a request. One that can never fit is refused at once."""
         needed = self.pool.blocks_for(request.max_tokens)
         if needed > self.pool.num_blocks:
+            holds = self.pool.num_blocks * self.pool.block_size
             raise UserError(
-                f"request {request.id} may grow to {request.max_tokens} tokens, the KV pool holds {self.pool.num_blocks * self.pool.block_size}: "
+                f"request {request.id} may grow to {request.max_tokens} tokens, the KV pool holds {holds}: "
                 "lower max_new_tokens or raise kv_tokens"
             )
         self.waiting.append(request)

@@ -60,9 +60,9 @@ def tiny_model(seed: int = 0, layers: int = 6, vocab_size: int = 259, sharpness:
     return model
 
 
-def save_tiny_target(directory: Path, seed: int = 0, layers: int = 6) -> Path:
+def save_tiny_target(directory: Path, seed: int = 0, layers: int = 6, vocab_size: int = 259, sharpness: float = 4.0) -> Path:
     """Write tokenizer and model as a transformers directory; `--target DIRECTORY` loads it."""
-    tiny_model(seed, layers).save_pretrained(directory)
+    tiny_model(seed, layers, vocab_size, sharpness).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return directory
 

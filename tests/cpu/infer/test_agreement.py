@@ -1,0 +1,190 @@
+"""Training and serving compute the same numbers: the worker against the training unroll, and against a plain twin of ssd.md §5."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafters.eagle3_ssd.checkpoint import LoadedDrafter, load_drafter
+from drafters.eagle3_ssd.model import Eagle3Drafter
+from drafters.targets import Target, load_target
+from infer.config import Mode
+from infer.draft_model import DraftModel
+from infer.draft_state import Speculation
+from infer.draft_worker import DraftPlan, DraftWorker
+from infer.fallback import Fallback
+from infer.kernels.sample import Sampling
+from infer.messages import Admit, Outcome, ToDraft
+from infer.request import Source
+from tests.tiny import save_tiny_drafter, save_tiny_target
+from train.unroll import Rows, unroll
+
+K, BUDGET, PROMPT = 3, 12, 9
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+
+
+class Node(NamedTuple):
+    """One evaluated slot of the plain twin: its keys and values by layer, and its output."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    output: Tensor
+
+
+class PlainDrafter:
+    """Evaluates one slot at a time over an explicit list of visible nodes. Slow, and obviously what ssd.md says."""
+
+    def __init__(self, model: Eagle3Drafter) -> None:
+        self.model = model
+
+    def node(self, token: int, feature_H: Tensor, position: int, sees: list[Node]) -> Node:
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys.append(key[0, 0])
+            values.append(value[0, 0])
+            every_key = torch.stack([n.keys[layer] for n in sees] + [key[0, 0]])  # [L, M, D]
+            every_value = torch.stack([n.values[layer] for n in sees] + [value[0, 0]])
+            groups = query.shape[2] // key.shape[2]
+            every_key, every_value = (x.repeat_interleave(groups, dim=1) for x in (every_key, every_value))
+            scores = torch.einsum("nd,lnd->nl", query[0, 0], every_key) * query.shape[-1] ** -0.5
+            return torch.einsum("nl,lnd->nd", scores.softmax(-1), every_value)[None, None]
+
+        embeds = self.model.embed(torch.tensor([[token]]))
+        hidden = self.model(embeds, feature_H[None, None], torch.tensor([[position]]), attend)
+        return Node(keys, values, hidden[0, 0])
+
+
+class PlainRound:
+    """The drafting of one request by the rules: committed slots, glue with stale features, a branch over explicit keys."""
+
+    def __init__(self, plain: PlainDrafter, tokens: list[int], features: list[Tensor]) -> None:
+        self.plain, self.tokens, self.features = plain, tokens, features
+
+    def committed(self) -> list[Node]:
+        nodes: list[Node] = []
+        for slot in range(len(self.tokens) - 1):
+            nodes.append(self.plain.node(self.tokens[slot + 1], self.features[slot], slot, list(nodes)))
+        return nodes
+
+    def chain(self, sees: list[Node], start: Node, tokens: list[int], position: int) -> list[Node]:
+        """Slots that embed `tokens`, each fed with the output of the one before, seeing `sees` and each other."""
+        nodes: list[Node] = []
+        for i, token in enumerate(tokens):
+            feature = (nodes[-1] if nodes else start).output
+            nodes.append(self.plain.node(token, feature, position + i, [*sees, *nodes]))
+        return nodes
+
+    def glue(self, committed: list[Node], tokens: list[int], stale_KH: list[Tensor], refresh: int) -> list[Node]:
+        """In-flight slots from the given features; each refresh feeds them with the outputs of the pass before."""
+        first, features = len(self.tokens) - 1, stale_KH
+        nodes: list[Node] = []
+        for _ in range(refresh + 1):
+            nodes = []
+            for i, (token, feature) in enumerate(zip(tokens, features, strict=True)):
+                nodes.append(self.plain.node(token, feature, first + i, [*committed, *nodes]))
+            features = [committed[-1].output, *(n.output for n in nodes)][: len(tokens)]
+        return nodes
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return load_target(str(save_tiny_target(tmp_path_factory.mktemp("agreement") / "target")), "float32")
+
+
+def _loaded(target: Target, directory: Path, layers: int) -> LoadedDrafter:
+    return load_drafter(save_tiny_drafter(directory / "tiny-eagle3", target, layers), target.facts, target.embed_weight, torch.float32)
+
+
+def _worker(loaded: LoadedDrafter, refresh: int) -> DraftWorker:
+    plan = DraftPlan(Mode.SSD, K, BUDGET, "uniform", Fallback.JIT, refresh, 1.0, 1, 128)
+    return DraftWorker(DraftModel(loaded, plan.region_tokens), plan)
+
+
+def _begin(worker: DraftWorker, features: Tensor) -> tuple[list[int], Speculation]:
+    tokens = torch.randint(3, 200, (PROMPT + 1,), generator=torch.Generator().manual_seed(3)).tolist()
+    worker.answer(ToDraft(admits=(Admit("r", tuple(tokens), features[:PROMPT], 100, Sampling()),)))
+    worker.prepare()
+    speculation = worker.requests["r"].in_flight
+    assert speculation is not None
+    return tokens, speculation
+
+
+def _features(hidden: int = 32) -> Tensor:
+    return torch.randn(100, hidden, generator=torch.Generator().manual_seed(11))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@torch.no_grad()
+def test_after_a_jit_round_serving_is_the_training_unroll_to_depth_2k(target: Target, tmp_path: Path, layers: int) -> None:
+    """Depth 0..K-1 from the JIT steps, K+1..2K from the branch after full acceptance: `unroll` at the newest true slot."""
+    loaded = _loaded(target, tmp_path, layers)
+    reference = _loaded(target, tmp_path, layers).model
+    features = _features()
+    worker = _worker(loaded, refresh=0)
+    tokens, speculation = _begin(worker, features)
+    prepared = worker.requests["r"].prepared
+    assert prepared is not None
+    branch = prepared.branches.ks.index(K)
+    path = [*tokens, *speculation.tokens, prepared.branches.tokens[branch], *prepared.tokens_BK[branch]]
+    sequence = torch.tensor([path])
+    rows = Rows(sequence, torch.arange(len(path))[None], torch.ones_like(sequence))
+    anchor = len(tokens) - 2
+    fused = torch.zeros(1, len(path), features.shape[1])
+    fused[0, : anchor + 1] = features[: anchor + 1]
+    steps = list(unroll(reference, rows, fused, torch.tensor([[anchor]]), 2 * K))
+    outputs = torch.stack([steps[0][0, anchor], *(step[0, 0] for step in steps[1:])])
+    served = torch.cat([speculation.features_KH, prepared.features_KBH[:, branch]])
+    unrolled = torch.cat([outputs[:K], outputs[K + 1 :]])
+    torch.testing.assert_close(served, unrolled, **CLOSE)
+    logits = reference.logits(unrolled)
+    torch.testing.assert_close(worker.model.logits(served), logits, **CLOSE)
+    drafted = loaded.vocab.to_target(logits.argmax(-1)).tolist()
+    assert drafted == [*speculation.tokens, *prepared.tokens_BK[branch]]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("refresh", [0, 1, K])
+@torch.no_grad()
+def test_hits_in_a_row_and_a_miss_after_them_match_the_plain_twin(target: Target, tmp_path: Path, layers: int, refresh: int) -> None:
+    """Each round: the served features equal a twin that evaluates slot by slot over exactly the keys that ssd.md allows."""
+    loaded = _loaded(target, tmp_path, layers)
+    plain = PlainDrafter(_loaded(target, tmp_path, layers).model)
+    worker, true_features = _worker(loaded, refresh), _features()
+    tokens, speculation = _begin(worker, true_features)
+    committed = list(tokens)
+    twin = PlainRound(plain, committed, list(true_features))
+    nodes = twin.committed()
+    expected = [n.output for n in [nodes[-1], *twin.chain(nodes, nodes[-1], list(speculation.tokens), len(committed) - 1)]][:K]
+    torch.testing.assert_close(speculation.features_KH, torch.stack(expected), **CLOSE)
+    for round_number, (accepted, wants_hit) in enumerate([(1, True), (K, True), (0, True), (2, False), (2, True)]):
+        nodes = twin.committed()
+        glue = twin.glue(nodes, list(speculation.tokens), list(speculation.features_KH), refresh)
+        prepared = worker.requests["r"].prepared
+        assert prepared is not None
+        branch = prepared.branches.ks.index(accepted)
+        bonus = prepared.branches.tokens[branch]
+        if not wants_hit:
+            bonus = next(t for t in range(3, 250) if prepared.look_up(accepted, t) is None and t != speculation.tokens[accepted])
+        visible = [*nodes, *glue[:accepted]]
+        if wants_hit:
+            steps = twin.chain(visible, visible[-1], [bonus, *prepared.tokens_BK[branch]], len(committed) - 1 + accepted)
+            expected = [n.output for n in steps[:K]]
+        committed += [*speculation.tokens[:accepted], bonus]
+        newest = true_features[len(committed) - 2 - accepted : len(committed) - 1]
+        answer = worker.answer(ToDraft(outcomes=(Outcome("r", round_number, accepted, bonus, newest),))).answers[0]
+        assert answer.source is (Source.HIT if wants_hit else Source.JIT)
+        if not wants_hit:
+            nodes = twin.committed()
+            chain = twin.chain(nodes, nodes[-1], list(answer.tokens), len(committed) - 1)
+            expected = [n.output for n in [nodes[-1], *chain]][:K]
+        current = worker.requests["r"].in_flight
+        assert current is not None
+        torch.testing.assert_close(current.features_KH, torch.stack(expected), **CLOSE)
+        worker.prepare()
+        speculation = current
