@@ -106,7 +106,7 @@ def speed_plot(results: Mapping[str, Any]) -> str | None:
         )
         for row, (value, (_, high)) in enumerate(zip(values, ends, strict=True)):
             axes.annotate(f"{value:.1f}", (max(value, high), row), xytext=(6, 0), textcoords="offset points", va="center")
-        axes.set_yticks(range(len(runs)), [run["label"] for run in runs])
+        axes.set_yticks(range(len(runs)), list(map(_tick, runs)))
         axes.invert_yaxis()
         axes.set_xlim(right=1.15 * max(high for _, high in ends))
         axes.set_xlabel("tokens per second")
@@ -144,7 +144,7 @@ def hit_plot(results: Mapping[str, Any]) -> str | None:
             bars = axes.barh([row + offset for row in range(len(runs))], values, height=0.36, color=colour, label=label)
             axes.bar_label(bars, fmt="%.2f", padding=5)
         axes.axvline(1, color="#33373d", linewidth=0.8, linestyle=":")
-        axes.set_yticks(range(len(runs)), [run["label"] for run in runs])
+        axes.set_yticks(range(len(runs)), list(map(_tick, runs)))
         axes.invert_yaxis()
         axes.margins(x=0.12)
         axes.set_xlabel("tokens per round (dotted: the target alone)")
@@ -165,7 +165,7 @@ def round_plot(results: Mapping[str, Any]) -> str | None:
             left = [start + value for start, value in zip(left, values, strict=True)]
         for row, run in enumerate(runs):
             axes.annotate(f"{run['round_ms']['mean']:.1f}", (left[row], row), xytext=(5, 0), textcoords="offset points", va="center")
-        axes.set_yticks(range(len(runs)), [run["label"] for run in runs])
+        axes.set_yticks(range(len(runs)), list(map(_tick, runs)))
         axes.invert_yaxis()
         axes.margins(x=0.1)
         axes.set_xlabel("milliseconds of a mean round")
@@ -209,6 +209,10 @@ def _plot(draw: Callable[[Axes], None], height: float = 3.2) -> str:
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     svg = buffer.getvalue()
     return svg[svg.index("<svg") :]
+
+
+def _tick(run: Mapping[str, Any]) -> str:
+    return run["label"].replace(" ", "\n")
 
 
 def _headline(results: Mapping[str, Any]) -> str:
