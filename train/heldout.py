@@ -25,7 +25,7 @@ from train.replay import TOP, Round, Tables, Turn, replay_fresh, replay_lagged, 
 from train.unroll import Rows, unroll
 
 RECALL_SIZES = range(1, 9)
-GREEDY_SHARE = 0.98  # of an answer's tokens that are the target's argmax: it was written greedily, near-ties aside
+GREEDY_SHARE = 0.93  # of an answer's tokens that are the target's argmax: written greedily, but for near-ties of another batch shape
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ def summarise(sums: Tensor, turns: Sequence[tuple[Turn, bool]], settings: Heldou
     }
     greedy = [turn for turn, is_greedy in turns if is_greedy] or [turn for turn, _ in turns]
     chained = chain(greedy, settings)
+    values.update(answers=len(turns), answers_replayed=len(greedy))
     return Figures({**values, **chained.values}, chained.law, chained.fresh, chained.lagged)
 
 
@@ -165,6 +166,7 @@ def _lagged_figures(replays: Sequence[Sequence[Round]], fans: Sequence[Sequence[
     tau_hit, tau_miss = _tau([r.accepted for r in hits]), _tau([r.accepted for r in misses])
     times = RoundTimes(settings.verify_ms, settings.verify_ms, 0.0, settings.background_ms, settings.fallback_ms)
     return {
+        "rounds": len(rounds),
         "hit_rate": rate,
         "tau": _tau([r.accepted for r in rounds]),
         "tau_hit": tau_hit,
