@@ -46,6 +46,13 @@ class Interval(NamedTuple):
     high: float
 
 
+class MeasuredTimes(NamedTuple):
+    """Times of the two speculating modes; their verifications differ, since each mode has its own look-ahead."""
+
+    sd: speed.RoundTimes
+    ssd: speed.RoundTimes
+
+
 class Parting(NamedTuple):
     """Two token sequences are equal before `index`, where `first` and `second` differ (None: that sequence has ended)."""
 
@@ -128,38 +135,40 @@ def round_seconds(answers: Sequence[Answered]) -> float | None:
     return sum(answer.decode_seconds for answer in answers) / count if count else None
 
 
-def measured_times(ar: Sequence[Answered], sd: Sequence[Answered], ssd: Sequence[Answered]) -> speed.RoundTimes | None:
+def measured_times(ar: Sequence[Answered], sd: Sequence[Answered], ssd: Sequence[Answered]) -> MeasuredTimes | None:
     """The times of `ssd.md` section 7 out of three measured modes; None where one of them has no rounds.
 
-    A round's time without its wait is a verification, with the engine's own work. The draft process is busy with extend, glue and
+    A round without its drafting is a verification, the engine's own work included. The draft process is busy with extend, glue and
     tree in a hit round, and with the answer before that in a miss: the difference of the two is the fallback's time.
     """
-    ar_rounds, sd_rounds, ssd_rounds = rounds_of(ar), rounds_of(sd), rounds_of(ssd)
-    if not (ar_rounds and sd_rounds and ssd_rounds):
+    if not (rounds_of(ar) and rounds_of(sd) and rounds_of(ssd)):
         return None
-    background = _mean([r.draft for r in _from(ssd_rounds, [Source.HIT])] or [r.draft for r in ssd_rounds])
-    missed = [r.draft for r in _from(ssd_rounds, MISSES)]
-    return speed.RoundTimes(
-        autoregressive=(round_seconds(ar) or 0.0),
-        verify=(round_seconds(ssd) or 0.0) - _mean([r.wait for r in ssd_rounds]),
-        draft=_mean([drafting_seconds(r) for r in sd_rounds]),
-        background=background,
-        fallback=max(0.0, _mean(missed) - background) if missed else 0.0,
+    alone = round_seconds(ar) or 0.0
+    hits, misses = _from(rounds_of(ssd), [Source.HIT]), _from(rounds_of(ssd), MISSES)
+    background = _mean([record.draft for record in hits or rounds_of(ssd)])
+    return MeasuredTimes(
+        sd=speed.RoundTimes(alone, _verification(sd), draft=_mean(list(map(drafting_seconds, rounds_of(sd))))),
+        ssd=speed.RoundTimes(
+            alone,
+            _verification(ssd),
+            background=background,
+            fallback=max(0.0, _mean([record.draft for record in misses]) - background) if misses else 0.0,
+        ),
     )
 
 
-def predicted_ratios(rounds_sd: Sequence[RoundRecord], rounds_ssd: Sequence[RoundRecord], times: speed.RoundTimes) -> dict[str, float]:
+def predicted_ratios(rounds_sd: Sequence[RoundRecord], rounds_ssd: Sequence[RoundRecord], times: MeasuredTimes) -> dict[str, float]:
     """The speeds that `ssd.md` section 7 gives for measured times and tokens per round, under the keys of the measured ratios."""
     everywhere = tokens_per_round(rounds_ssd) or 1.0
-    p = hit_rate(rounds_ssd) or 0.0
     tokens_hit = tokens_per_round(rounds_ssd, [Source.HIT]) or everywhere
     tokens_miss = tokens_per_round(rounds_ssd, MISSES) or everywhere
-    tokens_sd = tokens_per_round(rounds_sd) or 1.0
-    return {
-        "ssd/ar": speed.ssd_over_ar(p, tokens_hit, tokens_miss, times),
-        "ssd/sd": speed.ssd_over_sd(p, tokens_hit, tokens_miss, tokens_sd, times),
-        "sd/ar": speed.sd_over_ar(tokens_sd, times),
-    }
+    ssd_over_ar = speed.ssd_over_ar(hit_rate(rounds_ssd) or 0.0, tokens_hit, tokens_miss, times.ssd)
+    sd_over_ar = speed.sd_over_ar(tokens_per_round(rounds_sd) or 1.0, times.sd)
+    return {"ssd/ar": ssd_over_ar, "ssd/sd": ssd_over_ar / sd_over_ar, "sd/ar": sd_over_ar}
+
+
+def _verification(answers: Sequence[Answered]) -> float:
+    return (round_seconds(answers) or 0.0) - _mean(list(map(drafting_seconds, rounds_of(answers))))
 
 
 def _from(rounds: Sequence[RoundRecord], sources: Iterable[Source] | None) -> list[RoundRecord]:

@@ -154,7 +154,14 @@ def prediction(plain: Mapping[str, Measured], ratios: Mapping[str, float | None]
         return None
     predicted = predicted_ratios(rounds_of(sd), rounds_of(ssd), times)
     return {
-        "times_ms": {name: 1000 * seconds for name, seconds in asdict(times).items()},
+        "times_ms": {
+            "autoregressive": 1000 * times.ssd.autoregressive,
+            "sd verify": 1000 * times.sd.verify,
+            "sd draft": 1000 * times.sd.draft,
+            "ssd verify": 1000 * times.ssd.verify,
+            "ssd background": 1000 * times.ssd.background,
+            "ssd fallback": 1000 * times.ssd.fallback,
+        },
         "ratios": {
             name: {"predicted": value, "measured": ratios[name], "share": (ratios[name] or 0.0) / value}
             for name, value in predicted.items()

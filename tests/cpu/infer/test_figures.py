@@ -111,16 +111,17 @@ def test_first_parting(first: list[int], second: list[int], parting: tuple[int, 
 
 
 def test_the_prediction_is_exact_where_rounds_are_as_the_formula_assumes() -> None:
-    """AR 16 ms; SD 18 + 6 ms, 3 tokens; SSD 18 ms, a hit gives 4 tokens, a miss 2 and waits 5 ms for its answer; all hidden."""
+    """AR 16 ms; SD 17 + 6 ms, 3 tokens; SSD 18 ms, a hit gives 4 tokens, a miss 2 and waits 5 ms for its answer; all hidden."""
     ar = [Answer([1] * 101, 1.6, [RoundRecord(Source.NONE, 0, 0, 1, 0.016, 0.0, 0.0)] * 100)]
-    sd = [Answer([1] * 301, 2.4, [RoundRecord(Source.SYNC, 3, 2, 3, 0.018, 0.0, 0.006)] * 100)]
+    sd = [Answer([1] * 301, 2.3, [RoundRecord(Source.SYNC, 3, 2, 3, 0.017, 0.0, 0.006)] * 100)]
     hits = [RoundRecord(Source.HIT, 3, 3, 4, 0.018, 0.0, 0.012)] * 75
     misses = [RoundRecord(Source.JIT, 3, 1, 2, 0.018, 0.005, 0.017)] * 25
     ssd = [Answer([1] * 351, 100 * 0.018 + 25 * 0.005, hits + misses)]
     times = figures.measured_times(ar, sd, ssd)
     assert times is not None
-    assert (times.autoregressive, times.verify, times.draft) == pytest.approx((0.016, 0.018, 0.006))
-    assert (times.background, times.fallback) == pytest.approx((0.012, 0.005))
+    assert (times.sd.autoregressive, times.sd.verify, times.sd.draft) == pytest.approx((0.016, 0.017, 0.006))
+    assert (times.ssd.autoregressive, times.ssd.verify) == pytest.approx((0.016, 0.018))
+    assert (times.ssd.background, times.ssd.fallback) == pytest.approx((0.012, 0.005))
     predicted = figures.predicted_ratios(figures.rounds_of(sd), figures.rounds_of(ssd), times)
     for name, (fast, slow) in {"ssd/ar": (ssd, ar), "ssd/sd": (ssd, sd), "sd/ar": (sd, ar)}.items():
         interval = figures.ratio_interval(fast, slow)
