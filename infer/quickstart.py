@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from drafters.errors import EXIT_INTERRUPTED, UserError, run_command
-from infer.console import Parser, loading
+from drafters.errors import UserError, run_command
+from infer.console import Parser, interruptible, loading
 
 DESCRIPTION = """\
 Fetch a small real model, fine-tune its drafter for a few minutes, measure ar, sd and ssd side by side, and show an answer.
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 def check_place() -> None:
     """Raise `UserError` where the files this command works on are not there."""
-    for path in (SHIPPED, f"{RECIPES}/train.yaml", f"{RECIPES}/evaluate.yaml", *PROMPTS):
+    for path in (f"{SHIPPED}/config.json", f"{RECIPES}/train.yaml", f"{RECIPES}/evaluate.yaml", *PROMPTS):
         if not Path(path).exists():
             raise UserError(f"no such file or directory: {path}; run `make quickstart` at the root of a complete checkout")
 
@@ -101,8 +101,9 @@ def fine_tuned_drafter(out: Path, minutes: float) -> Path:
         return best
     command = training_command(out, minutes)
     console.print("$ " + " ".join(["accelerate", "launch", *command[3:]]), style="dim", markup=False, soft_wrap=True)
-    status = subprocess.run(command, check=False).returncode
-    if status in (EXIT_INTERRUPTED, -2):
+    with interruptible() as interrupt:  # Ctrl-C is training's to handle: it saves its state
+        status = subprocess.run(command, check=False).returncode
+    if interrupt:
         raise KeyboardInterrupt
     if status != 0 or not best.is_dir():
         raise UserError(f"training ended with status {status}; its message stands above, and running this command again resumes it")
@@ -114,7 +115,13 @@ def training_command(out: Path, minutes: float) -> list[str]:
     launcher = [sys.executable, "-m", "accelerate.commands.launch"]
     launcher += ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     launcher += ["--num_cpu_threads_per_process", str(os.cpu_count() or 1)]
-    places = [f"output={out / 'train'}", f"features.directory={out / 'features'}", f"minutes={minutes}"]
+    layers = json.loads((Path(SHIPPED) / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
+    places = [
+        f"drafter.num_hidden_layers={layers}",
+        f"output={out / 'train'}",
+        f"features.directory={out / 'features'}",
+        f"minutes={minutes}",
+    ]
     return [*launcher, "train/eagle3_selfcond.py", "--config", f"{RECIPES}/train.yaml", *FINE_TUNING, *places]
 
 
