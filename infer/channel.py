@@ -24,6 +24,11 @@ class DraftGone(Exception):
 class Channel(Protocol):
     """The target's end."""
 
+    @property
+    def alive(self) -> bool:
+        """Whether the other side still runs."""
+        ...
+
     def send(self, message: ToDraft) -> None:
         """Hand a message over. Raises `DraftGone`."""
         ...
@@ -43,6 +48,11 @@ class LocalChannel:
     def __init__(self, worker: DraftWorker) -> None:
         self.worker = worker
         self._answers: list[FromDraft] = []
+
+    @property
+    def alive(self) -> bool:
+        """See `Channel.alive`."""
+        return True
 
     def send(self, message: ToDraft) -> None:
         """See `Channel.send`."""

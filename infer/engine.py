@@ -1,6 +1,6 @@
 """The engine: one `step` is one round. Admit and prefill, take the speculations, verify, commit, report the outcomes.
 
-    schedule -> target.forward -> verify -> commit -> Outcome to the drafting side -> Answer, the next speculation
+schedule -> target.forward -> verify -> commit -> Outcome to the drafting side -> Answer, the next speculation
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Engine:
     @property
     def draft_alive(self) -> bool:
         """Whether a drafter serves. False in mode ar, and after the draft process died."""
-        return self.drafting.channel is not None
+        return self.drafting.channel is not None and self.drafting.channel.alive
 
     @property
     def draft_pid(self) -> int | None:
@@ -100,11 +100,11 @@ class Engine:
         outputs = [RequestOutput(r.id, (), FinishReason.CANCEL, r) for r in self._cancelled]
         self._cancelled = []
         outputs += self._prefill(self.scheduler.admit())
-        self._send(())
         running = list(self.scheduler.running.values())
         if not running:
             return outputs
         started = time.perf_counter()
+        self._send(())
         self._receive()
         verifications = [self._verification(request) for request in running]
         before = time.perf_counter()

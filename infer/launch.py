@@ -103,6 +103,11 @@ class ProcessChannel:
             time.sleep(0.02)
         return Wire(store, 0)
 
+    @property
+    def alive(self) -> bool:
+        """See `Channel.alive`."""
+        return self.process.is_alive()
+
     def send(self, message: ToDraft) -> None:
         """See `Channel.send`."""
         try:

@@ -10,7 +10,7 @@ import os
 import sys
 
 try:
-    from drafters.errors import run_command
+    from drafters.errors import UserError, run_command
 except ModuleNotFoundError:
     sys.exit("error: the project is not installed in this Python: run `make env` and use .venv/bin/accelerate, or `pip install -e .`")
 
@@ -25,7 +25,7 @@ Writes to the recipe's `output`: metrics.jsonl, states/ to resume from, best-eag
 EXAMPLES = """\
 examples:
   accelerate launch train/eagle3_selfcond.py --config recipes/smollm2-135m/train.yaml
-  accelerate launch --cpu --num_processes 2 train/eagle3_selfcond.py --config R optimizer.lr=3e-4 minutes=10
+  ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 train/eagle3_selfcond.py --config R minutes=10   (two on CPU)
   python train/eagle3_selfcond.py --config R drafter.num_hidden_layers=2 output=runs/train/two-layers
 
 Every setting of train/config.py can be given as key=value; a list of stages as 'curriculum=[{steps: 100, depth: 3}]'."""
@@ -35,6 +35,7 @@ def main(argv: list[str]) -> int:
     """The command."""
     options = parse(argv)
     settings = load_settings(TrainSettings, options.config, options.overrides)
+    check_launch()
     import torch  # below the settings, so that a mistyped key is answered at once
 
     from train.console import Console
@@ -59,6 +60,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser.parse_args(argv)
+
+
+def check_launch() -> None:
+    """Refuse a launch that asked for several processes and started one: `accelerate launch --cpu` does that, and says nothing."""
+    if "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
+        raise UserError(
+            "`accelerate launch --cpu --num_processes N` starts one process only: "
+            "use ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N"
+        )
 
 
 def _environment(name: str, default: int) -> int:

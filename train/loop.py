@@ -55,6 +55,7 @@ def train(settings: TrainSettings, prepared: Prepared, console: Console) -> Path
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     console.speaks = accelerator.is_main_process
     check_batch(settings, accelerator.num_processes)
+    console.say(f"training in {accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}")
     objective = make_objective(settings, prepared).to(accelerator.device)
     optimizer = make_optimizer(settings, objective)
     progress = resume(Path(settings.output), objective, optimizer, prepared.key, console)

@@ -185,12 +185,24 @@ def test_two_processes_train_as_one_does(place: Path) -> None:
     """`accelerate launch` with one and with two CPU processes: the same losses, so the same gradients."""
     import yaml
 
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     for processes in (1, 2):
         (place / "r.yaml").write_text(yaml.safe_dump(recipe(place, f"with-{processes}")))
-        port = ["--main_process_port", "0"] if processes > 1 else []
-        done = command(["--config", str(place / "r.yaml"), "--debug"], [*launcher, "--num_processes", str(processes), *port])
+        several = ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
+        launcher = [*launch, "--num_processes", str(processes), *several]
+        done = command(["--config", str(place / "r.yaml"), "--debug"], launcher, ACCELERATE_USE_CPU="true")
         assert done.returncode == 0, done.stderr[-3000:]
+        assert f"training in {processes} process" in done.stdout + done.stderr
     assert losses(place / "with-1") == pytest.approx(losses(place / "with-2"), rel=1e-4)
     one, two = weights(place / "with-1"), weights(place / "with-2")
     assert all(torch.allclose(one[name], two[name], rtol=1e-2, atol=1e-4) for name in one)
+
+
+def test_a_launch_that_started_one_process_of_two_is_refused(place: Path) -> None:
+    """`accelerate launch --cpu --num_processes 2` sets the meeting point, and starts one process without a rank."""
+    import yaml
+
+    (place / "r.yaml").write_text(yaml.safe_dump(recipe(place, "alone")))
+    done = command(["--config", str(place / "r.yaml")], [sys.executable], MASTER_ADDR="127.0.0.1")
+    assert done.returncode == 2 and "starts one process only" in done.stderr
