@@ -20,6 +20,7 @@ from infer.console import Interrupt, Parser, interruptible, loading, progress_ba
 
 if TYPE_CHECKING:
     from drafters.targets import Target
+    from infer.baseline import TransformersEngine
     from infer.engine import Engine
     from infer.request import Request, SamplingParams
     from infer.results import Measured
@@ -99,6 +100,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--beside", action="append", default=[], metavar='"MODE key=value"', help="measure a mode once more with other settings; repeatable"
     )
+    parser.add_argument("--baseline", action="store_true", help="let transformers' own generate answer too, same weights and threads")
     options = parser.read(argv)
     settings = [name for name in options.prompts if "=" in name and not Path(name).exists()]  # --prompts takes all that follows it
     options.overrides += settings
@@ -118,7 +120,8 @@ def plan_runs(options: argparse.Namespace) -> list[Run]:
     if len(set(modes)) < len(modes):
         raise UserError(f"--modes {options.modes}: a mode stands there twice; --beside measures one again with other settings")
     runs = []
-    for label, mode, extra in [(mode.value, mode, {}) for mode in modes] + [_beside(text) for text in options.beside]:
+    baseline = [("transformers", Mode.AR, {})] if options.baseline else []
+    for label, mode, extra in [(mode.value, mode, {}) for mode in modes] + [_beside(text) for text in options.beside] + baseline:
         overrides = {**by_mode.get(mode, {}), **common, **only.get(mode, {}), **extra, "batch_size": 1}
         settings = build_settings(EngineSettings, content, overrides, options.recipe)
         if mode is not Mode.AR and settings.drafter is None:
@@ -150,13 +153,12 @@ def measure_all(
 ) -> list[Measured]:
     """Launch one engine for each run on the same target, warm them up, and let them answer all questions in turns."""
     from data.render import render_prompt
-    from infer.launch import launch
     from infer.results import Measured
 
     measured = [Measured(run.label, run.mode, run.settings, [], []) for run in runs]
     with ExitStack() as stack:
         with loading("starting the engines ..."):
-            engines = [stack.enter_context(launch(run.settings, run.mode, target)) for run in runs]
+            engines = [stack.enter_context(_engine(run, target)) for run in runs]
             warm_up = render_prompt(WARM_UP, target.tokenizer)
             for engine in engines:
                 answer(engine, warm_up, type(params)(WARM_UP_TOKENS), interrupt)
@@ -169,8 +171,15 @@ def measure_all(
     return measured
 
 
+def _engine(run: Run, target: Target) -> Engine | TransformersEngine:
+    from infer.baseline import BASELINE, TransformersEngine
+    from infer.launch import launch
+
+    return TransformersEngine(run.settings, str(target.device)) if run.label == BASELINE else launch(run.settings, run.mode, target)
+
+
 def measure(
-    engines: Sequence[Engine],
+    engines: Sequence[Engine | TransformersEngine],
     measured: Sequence[Measured],
     questions: Sequence[Question],
     params: SamplingParams,
@@ -192,7 +201,7 @@ def measure(
             measured[index].answers.append(request)
 
 
-def answer(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams, interrupt: Interrupt) -> Request | None:
+def answer(engine: Engine | TransformersEngine, prompt_ids: Sequence[int], params: SamplingParams, interrupt: Interrupt) -> Request | None:
     """The finished request, or None where Ctrl-C came first. The process takes on the engine's cores and threads before."""
     import torch
 

@@ -217,6 +217,7 @@ def _tick(run: Mapping[str, Any]) -> str:
 
 def _headline(results: Mapping[str, Any]) -> str:
     names = {"ssd/ar": "ssd over the target alone", "ssd/sd": "ssd over sd", "sd/ar": "sd over the target alone"}
+    names["ar/transformers"] = "the target alone over transformers' generate"
     cards = []
     for name, interval in results["ratio_intervals"].items():
         if interval:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from drafters.eagle3_ssd.card import read_card
+from infer.baseline import BASELINE
 from infer.config import EngineSettings, Mode
 from infer.figures import (
     LOOKED_UP,
@@ -38,7 +39,7 @@ from infer.request import Request, RoundRecord, Source
 if TYPE_CHECKING:
     from drafters.targets import Target
 
-RATIOS = (("ssd", "ar"), ("ssd", "sd"), ("sd", "ar"))
+RATIOS = (("ssd", "ar"), ("ssd", "sd"), ("sd", "ar"), ("ar", BASELINE))
 
 
 class Measured(NamedTuple):
@@ -52,8 +53,8 @@ class Measured(NamedTuple):
 
 
 def build_results(runs: Sequence[Measured], target: Target, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that `results.json` holds. Only runs whose label is their mode enter the ratios."""
-    plain = {run.label: run for run in runs if run.label == run.mode}
+    """Everything that `results.json` holds. Only runs whose label is their mode, and the baseline, enter the ratios."""
+    plain = {run.label: run for run in runs if run.label in (run.mode, BASELINE)}
     drafter = next((run.settings.drafter for run in runs if run.mode is not Mode.AR), None)
     intervals = {
         f"{fast}/{slow}": ratio_interval(plain[fast].answers, plain[slow].answers)
