@@ -69,15 +69,24 @@ def train(settings: TrainSettings, prepared: Prepared, console: Console) -> Path
             result = train_step(run, progress.step, stop.received or time.monotonic() > deadline)
             progress = progress._replace(step=progress.step + 1)
             is_last = result.stops or progress.step == settings.total_steps
+            if result.stops:  # at once: who sent the signal may not wait for the held-out figures
+                save(run, progress)
             if is_last or progress.step % settings.heldout.every == 0:
                 progress, figures = evaluate(run, progress)
-            if accelerator.is_main_process and (is_last or progress.step % settings.checkpoint.every == 0):
-                save_state(run.output / "states", objective.drafter, stepper, progress, prepared.key, settings.checkpoint.keep)
+            if is_last or progress.step % settings.checkpoint.every == 0:
+                save(run, progress)
             if result.stops:
                 console.say(f"stopped after step {progress.step} of {settings.total_steps}; the same command goes on from here")
                 break
     finish(run, progress, figures)
     return run.output / FINAL
+
+
+def save(run: Run, progress: Progress) -> None:
+    """Write the training state, in the first process."""
+    if run.accelerator.is_main_process:
+        keep = run.settings.checkpoint.keep
+        save_state(run.output / "states", run.objective.drafter, run.optimizer, progress, run.prepared.key, keep)
 
 
 def evaluate(run: Run, progress: Progress) -> tuple[Progress, Figures | None]:
