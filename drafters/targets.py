@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from drafters.errors import UserError
 from drafters.target_files import resolve_target
+from infer.kernels.decoder_layer import FusedDecoderLayer, fits
 from infer.kernels.linear import PackedLinear, fuse, pack
 from infer.kernels.paged_attention import DocumentContext, attend_in_context
 
@@ -88,7 +90,7 @@ def load_target(spec: str, dtype: str = "bfloat16", device: str = "cpu", cache_d
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation=ATTENTION)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"target {spec!r} could not be loaded from {path}: {error}") from error
     model.requires_grad_(False).eval().to(device)
     facts = _facts(spec, Path(path), model, tokenizer)
@@ -130,7 +132,11 @@ def tap_features(target: Target, token_ids_BT: Tensor, positions_BT: Tensor, doc
 
 
 def _speed_up(model: Any) -> None:
-    for layer in model.get_decoder().layers:
+    layers = model.get_decoder().layers
+    for index, layer in enumerate(layers):
+        if fits(layer):
+            layers[index] = FusedDecoderLayer(layer)
+            continue
         if attention := getattr(layer, "self_attn", None):
             fuse(attention, ["q_proj", "k_proj", "v_proj"])
         if mlp := getattr(layer, "mlp", None):

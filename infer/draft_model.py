@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from drafters.eagle3_ssd.checkpoint import LoadedDrafter
+from drafters.eagle3_ssd.model import RMSNorm
 from infer.blocks import BlockPool
+from infer.kernels.decoder_layer import RmsNorm
 from infer.kernels.linear import fuse, pack
 from infer.kernels.paged_attention import KvPool, PagedContext, PagedRequest
 
@@ -30,6 +32,9 @@ class DraftModel:
         self.pool = KvPool.allocate(self.config.num_hidden_layers, self.blocks.num_blocks, BLOCK, heads_MD, like=self.embeddings)
         self.scale = self.config.head_dim**-0.5
         for part in list(self.model.modules()):
+            for name, child in list(part.named_children()):
+                if isinstance(child, RMSNorm):
+                    setattr(part, name, RmsNorm(child.weight, child.eps))
             fuse(part, ["q_proj", "k_proj", "v_proj"])
             fuse(part, ["gate_proj", "up_proj"])
         pack(self.model)

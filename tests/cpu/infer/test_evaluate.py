@@ -44,7 +44,8 @@ def plan(recipe: Path, *arguments: str) -> list[evaluate.Run]:
 @pytest.fixture(scope="module")
 def results(recipe: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("out")
-    arguments = ["--num-prompts", 3, "--max-new-tokens", 16, "--out", out, "--set", "sd:lookahead=2", "--beside", "ar target_threads=1", "--baseline"]
+    arguments = ["--num-prompts", 3, "--max-new-tokens", 16, "--out", out, "--baseline"]
+    arguments += ["--set", "sd:lookahead=2", "--beside", "ar target_threads=1"]
     assert run("--recipe", recipe, "--prompts", prompts, *arguments) == 0
     assert (out / "report.html").is_file()
     assert not list(out.glob("*.partial"))
