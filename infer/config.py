@@ -23,23 +23,26 @@ class EngineSettings(Settings):
 
     target: str = Field(description="directory, hub id, .gguf file or builtin:smollm2-135m")
     drafter: str | None = Field(None, description="drafter directory (not needed for mode ar)")
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="bfloat16 or float32")
     lookahead: int = Field(5, ge=1, le=32, description="K: tokens drafted for each verification")
     budget: int = Field(24, ge=1, le=1024, description="branches prepared for each request and round (ssd)")
-    policy: Literal["uniform", "geometric"] = Field("geometric", description="how the budget is spread over outcomes (ssd)")
-    fallback: Literal["jit", "ngram", "none"] = Field("jit", description="what answers a cache miss (ssd)")
-    refresh: int = Field(0, ge=0, description="extra glue passes, 0..K (ssd)")
+    policy: Literal["uniform", "geometric"] = Field("geometric", description="spread of the budget: uniform or geometric (ssd)")
+    fallback: Literal["jit", "ngram", "none"] = Field("jit", description="what answers a cache miss: jit (draft now), ngram or none (ssd)")
+    fallback_lookahead: int | None = Field(None, ge=1, le=32, description="tokens that jit drafts after a miss (default: lookahead)")
+    refresh: int = Field(0, ge=0, description="extra passes that renew the features of tokens in flight, 0..K (ssd)")
     saguaro_c: float = Field(1.0, gt=0, le=1, description="Saguaro's C: below 1 trades acceptance for hits; no effect when greedy (ssd)")
     batch_size: int = Field(1, ge=1, description="requests decoded at once")
     max_model_len: int = Field(2048, ge=16, description="longest request, prompt and answer together, in tokens")
     kv_tokens: int | None = Field(None, ge=16, description="size of the KV pool in tokens (default: batch_size * max_model_len)")
     target_devices: tuple[str, ...] = Field(("cpu:0",), description="devices of the target: cpu:CORE pins to a core, cuda:N a GPU")
     draft_devices: tuple[str, ...] = Field(("cpu:1",), description="device of the draft process (ssd)")
-    target_threads: int = Field(1, ge=1)
-    draft_threads: int = Field(1, ge=1)
+    target_threads: int = Field(1, ge=1, description="threads of the target, as many as it has cores")
+    draft_threads: int = Field(1, ge=1, description="threads of the draft process (ssd)")
 
     @model_validator(mode="after")
     def _fits(self) -> EngineSettings:
         if self.refresh > self.lookahead:
             raise ValueError(f"refresh = {self.refresh} is more than lookahead = {self.lookahead}; give 0..lookahead")
+        if self.fallback_lookahead is not None and self.fallback_lookahead > self.lookahead:
+            raise ValueError(f"fallback_lookahead = {self.fallback_lookahead} is more than lookahead = {self.lookahead}; give less")
         return self

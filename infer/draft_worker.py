@@ -34,6 +34,7 @@ class DraftPlan(NamedTuple):
 
     mode: Mode
     lookahead: int
+    jit_lookahead: int  # tokens drafted while the target waits: each costs it a step, so fewer may serve better
     budget: int
     policy: str
     fallback: Fallback
@@ -46,8 +47,9 @@ class DraftPlan(NamedTuple):
     def of(settings: EngineSettings, mode: Mode) -> DraftPlan:
         """The drafter's part of the engine's settings; a synchronous drafter answers everything by drafting now."""
         fallback = Fallback.JIT if mode is Mode.SD else Fallback(settings.fallback)
-        shared = {name: getattr(settings, name) for name in DraftPlan._fields if name not in ("mode", "fallback")}
-        return DraftPlan(mode=mode, fallback=fallback, **shared)
+        jit = settings.lookahead if mode is Mode.SD else settings.fallback_lookahead or settings.lookahead
+        shared = {name: getattr(settings, name) for name in DraftPlan._fields if name not in ("mode", "fallback", "jit_lookahead")}
+        return DraftPlan(mode=mode, fallback=fallback, jit_lookahead=jit, **shared)
 
     @property
     def region_tokens(self) -> int:
@@ -165,7 +167,7 @@ class DraftWorker:
         """Draft K tokens after the newest one of each request, or follow the `given` ones: extend, then one slot at a time."""
         if not requests:
             return []
-        lengths = [len(tokens) for tokens in given] if given else [self.plan.lookahead] * len(requests)
+        lengths = [len(tokens) for tokens in given] if given else [self.plan.jit_lookahead] * len(requests)
         outputs = self._extend(requests)
         features: list[list[Tensor]] = [[] for _ in requests]
         drawn: list[list[Drawn]] = [[] for _ in requests]

@@ -102,7 +102,7 @@ def _loaded(target: Target, directory: Path, layers: int) -> LoadedDrafter:
 
 
 def _worker(loaded: LoadedDrafter, refresh: int) -> DraftWorker:
-    plan = DraftPlan(Mode.SSD, K, BUDGET, "uniform", Fallback.JIT, refresh, 1.0, 1, 128)
+    plan = DraftPlan(Mode.SSD, K, K, BUDGET, "uniform", Fallback.JIT, refresh, 1.0, 1, 128)
     return DraftWorker(DraftModel(loaded, plan.region_tokens), plan)
 
 

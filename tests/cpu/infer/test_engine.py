@@ -73,6 +73,7 @@ def test_sd_equals_ar(pair: tuple[Target, Path], prompts: list[list[int]], expec
         {"fallback": "none", "policy": "uniform"},
         {"budget": 1},
         {"lookahead": 1, "budget": 3},
+        {"lookahead": 4, "fallback_lookahead": 2},
         {"lookahead": 6, "budget": 60},
     ],
     ids=str,
