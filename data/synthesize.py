@@ -1,7 +1,5 @@
 """Write a training corpus with the target itself: it writes (or completes) user turns, then answers them.
 
-    python -m data.synthesize --target builtin:smollm2-135m --out data/corpora/mine --response-tokens 300000
-
 Interrupted runs go on where they stopped: each finished piece is a line in OUT/work/, and every draw is keyed by seed and row.
 """
 
@@ -20,8 +18,18 @@ from rich.progress import Progress
 from data.manifest import Manifest, Sampling, checksums, write_manifest
 from data.prompts import read_prompts
 from data.seeds import opening
-from drafters.errors import UserError, run_command
+from drafters.errors import CommandParser, UserError, run_command
 
+DESCRIPTION = """\
+Write a training corpus with the target itself: it writes user turns, or takes yours from --prompts, and answers them.
+Half of the answers are greedy, half are sampled at temperature 0.8.
+
+Writes DIR/corpus.parquet and DIR/manifest.json. After an interruption the same command goes on from DIR/work/."""
+EXAMPLES = """\
+  python -m data.synthesize --target builtin:smollm2-135m --out data/corpora/mine --response-tokens 300000
+  two processes side by side, then their parts together:
+  python -m data.synthesize --target T --out DIR --shard 0/2 & python -m data.synthesize --target T --out DIR --shard 1/2; wait
+  python -m data.synthesize --target T --out DIR --merge"""
 PROMPT_TEMPERATURE = 1.0
 ANSWER_TEMPERATURES = (0.0, 0.8)  # half of the answers each: served greedily and sampled
 MAX_PROMPT_TOKENS = 160
@@ -56,25 +64,27 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m data.synthesize", description=__doc__, formatter_class=layout)
-    parser.add_argument("--target", required=True, help="directory, hub id, .gguf file or builtin:smollm2-135m")
-    parser.add_argument("--out", required=True, help="directory of the corpus; gets corpus.parquet and manifest.json")
-    parser.add_argument("--prompts", nargs="*", help="files with prompts to answer (default: the target writes them itself)")
-    parser.add_argument("--response-tokens", type=int, default=300_000, help="stop after this many answer tokens (default 300000)")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer (default 256)")
-    parser.add_argument("--batch-size", type=int, default=64, help="requests decoded together (default 64)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float16"))
-    parser.add_argument("--shard", default="0/1", help="I/N: write the I-th of N parts, for N processes side by side; then --merge")
+    parser = CommandParser("python -m data.synthesize", DESCRIPTION, EXAMPLES)
+    parser.add_argument("--target", required=True, metavar="T", help="directory, hub id, .gguf file or builtin:smollm2-135m")
+    parser.add_argument("--out", required=True, metavar="DIR", help="directory of the corpus, made where it is missing")
+    parser.add_argument(
+        "--prompts", nargs="+", metavar="FILE", help="files of single questions to answer (default: the target writes its own)"
+    )
+    parser.add_argument("--response-tokens", type=int, default=300_000, metavar="N", help="stop after N answer tokens (default: 300000)")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer, in tokens (default: 256)")
+    parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="requests decoded together (default: 64)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the choice of prompts and of the sampling (default: 0)")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float16"), help="of the target (default: bfloat16)")
+    parser.add_argument("--shard", default="0/1", metavar="I/N", help="write the I-th of N parts, I from 0; then --merge (default: 0/1)")
     parser.add_argument("--merge", action="store_true", help="only put together what the shards wrote")
     options = parser.parse_args(argv)
     index, _, count = options.shard.partition("/")
     if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
         raise UserError(f"--shard {options.shard!r}: write I/N with I below N, for example 0/2")
     options.index, options.count = int(index), int(count)
-    if options.response_tokens < 1:
-        raise UserError(f"--response-tokens {options.response_tokens}: has to be at least 1")
+    for name in ("response_tokens", "max_new_tokens", "batch_size"):
+        if (value := getattr(options, name)) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: has to be at least 1")
     return options
 
 

@@ -5,9 +5,11 @@ Nothing here imports torch, so `--help` and a mistyped key answer at once.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from typing import NoReturn
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -27,6 +29,24 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
     near = get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
     return UserError(f"unknown {kind} {name!r}: {hint}")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse whose complaints are a `UserError`: one line, like every other mistake. Options are not abbreviated."""
+
+    def __init__(self, prog: str, description: str, examples: str) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=f"examples:\n{examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse for what it cannot read."""
+        raise UserError(f"{message} ({self.prog} --help explains the options)")
 
 
 def run_command(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:

@@ -6,29 +6,18 @@ import argparse
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from drafters.errors import UserError, unknown_name
+from drafters.errors import CommandParser, unknown_name
 from infer.config import EngineSettings
 
 stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose complaints are a `UserError`, and which reads `key=value` settings between the options."""
-
-    def __init__(self, prog: str, description: str, examples: str) -> None:
-        super().__init__(
-            prog=prog,
-            description=description,
-            epilog=f"examples:\n{examples}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+class Parser(CommandParser):
+    """Options of the commands, with `key=value` settings between them."""
 
     def add_recipe(self) -> None:
         """The options that say what engine to build."""
@@ -42,9 +31,6 @@ class Parser(argparse.ArgumentParser):
         if left:
             raise unknown_name("option", left[0].partition("=")[0], [name for name in self._option_string_actions if name.startswith("--")])
         return options
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (python -m {self.prog.removeprefix('python -m ')} --help explains the options)")
 
 
 class Interrupt:

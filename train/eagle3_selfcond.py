@@ -10,7 +10,7 @@ import os
 import sys
 
 try:
-    from drafters.errors import UserError, run_command
+    from drafters.errors import CommandParser, UserError, run_command
 except ModuleNotFoundError:
     sys.exit("error: the project is not installed in this Python: run `make env` and use .venv/bin/accelerate, or `pip install -e .`")
 
@@ -23,7 +23,6 @@ Train an EAGLE-3 drafter for SSD (speculative speculative decoding) on text that
 The first run computes the target's features and keeps them on disk. Ctrl-C saves the state; the same command goes on from it.
 Writes to the recipe's `output`: metrics.jsonl, states/ to resume from, best-eagle3/ and final-eagle3/ to serve."""
 EXAMPLES = """\
-examples:
   accelerate launch train/eagle3_selfcond.py --config recipes/smollm2-135m/train.yaml
   ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 train/eagle3_selfcond.py --config R minutes=10   (two on CPU)
   python train/eagle3_selfcond.py --config R drafter.num_hidden_layers=2 output=runs/train/two-layers
@@ -53,13 +52,10 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options of the command; `overrides` are the key=value pairs."""
-    parser = argparse.ArgumentParser(
-        prog="train/eagle3_selfcond.py", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("train/eagle3_selfcond.py", DESCRIPTION, EXAMPLES)
     parser.add_argument("--config", required=True, metavar="RECIPE", help="a YAML recipe, for example recipes/smollm2-135m/train.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def check_launch() -> None:

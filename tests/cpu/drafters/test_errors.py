@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drafters.errors import UserError, run_command, unknown_name
+from drafters.errors import EXIT_USER_ERROR, CommandParser, UserError, run_command, unknown_name
 
 
 def test_unknown_name_suggests_the_nearest() -> None:
@@ -58,3 +58,16 @@ def test_interrupt_ends_with_the_shells_status(capsys: pytest.CaptureFixture[str
 
     assert run_command(main, []) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_mistyped_option_is_one_line_like_other_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(argv: list[str]) -> int:
+        parser = CommandParser("python -m some.command", "What it does.", "  python -m some.command --size 3")
+        parser.add_argument("--size", type=int)
+        return parser.parse_args(argv).size
+
+    assert run_command(main, ["--size", "3"]) == 3
+    for argv, cause in ((["--size", "big"], "invalid int value: 'big'"), (["--siz", "3"], "unrecognized arguments: --siz 3")):
+        assert run_command(main, argv) == EXIT_USER_ERROR
+        line = capsys.readouterr().err
+        assert line.startswith("error: ") and cause in line and "python -m some.command --help" in line and line.count("\n") == 1
