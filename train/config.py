@@ -106,7 +106,7 @@ class TrainSettings(Settings):
     """A training run."""
 
     target: str
-    output: str = Field(description="directory of the run: state, metrics.jsonl, best/ and final/ drafters")
+    output: str = Field(description="directory of the run: metrics.jsonl, states/, best-eagle3/ and final-eagle3/")
     seed: int = 0
     dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of the forward passes; master weights are fp32")
     minutes: PositiveFloat | None = Field(default=None, description="stop after that long, state saved and drafter written")
