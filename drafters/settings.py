@@ -28,7 +28,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read a YAML file that holds one mapping. Raises `UserError` naming the file where it is missing or malformed."""
     file = Path(path)
     if not file.is_file():
-        raise UserError(f"no such file: {file} (give the path of a YAML recipe, for example recipes/smollm2-135m/serve.yaml)")
+        raise UserError(f"no such file: {file} (give the path of a YAML recipe, such as those in recipes/smollm2-135m)")
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
