@@ -135,7 +135,7 @@ def _convert(gguf: Path, place: Path) -> None:
 
 def _put_in_place(beside: Path, place: Path) -> None:
     if place.is_dir() and not (place / MARKER).is_file():
-        shutil.rmtree(place)  # left by a conversion that was cut off by an older layout of the cache
+        shutil.rmtree(place)  # a directory without the marker is not whole, whoever left it
     try:
         beside.rename(place)
     except OSError:
