@@ -92,6 +92,7 @@ def load_target(spec: str, dtype: str = "bfloat16", device: str = "cpu", cache_d
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation=ATTENTION)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"target {spec!r} could not be loaded from {path}: {error}") from error
+    _check_attention(spec, model.config.get_text_config())
     model.requires_grad_(False).eval().to(device)
     facts = _facts(spec, Path(path), model, tokenizer)
     head, embed = model.get_output_embeddings().weight, model.get_input_embeddings().weight
@@ -129,6 +130,18 @@ def tap_features(target: Target, token_ids_BT: Tensor, positions_BT: Tensor, doc
     with taps_of(target, tap_ids) as found:
         output = target.model.get_decoder()(input_ids=token_ids_BT, position_ids=positions_BT, use_cache=False, context=context)
     return TapOutput(torch.cat([found[tap] for tap in tap_ids], dim=-1), output.last_hidden_state)
+
+
+def _check_attention(spec: str, config: Any) -> None:
+    """Refuse what our attention function does not compute, rather than serve wrong text."""
+    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    for found, what in (
+        (windowed or kinds, "sliding-window or other than full attention"),
+        (getattr(config, "attn_logit_softcapping", None) is not None, "soft-capped attention scores"),
+    ):
+        if found:
+            raise UserError(f"target {spec!r} ({config.model_type}) has {what}, which is not supported yet; use one with full attention")
 
 
 def _speed_up(model: Any) -> None:

@@ -14,8 +14,6 @@ from drafters.targets import DTYPES
 from infer.config import EngineSettings
 from infer.request import Request, RequestOutput, SamplingParams
 
-BASELINE = "transformers"
-
 
 class _FirstToken:
     """A streamer that notes when the first new token came: what is before it is prefill."""

@@ -18,6 +18,9 @@ class Mode(StrEnum):
     SSD = "ssd"
 
 
+BASELINE = "transformers"  # the label of a run of transformers' own generate, beside those of the modes
+
+
 class EngineSettings(Settings):
     """What an engine is built from. `lookahead`, `budget` and their like have no effect in modes that do not use them."""
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from drafters.errors import EXIT_INTERRUPTED, UserError, run_command, unknown_name
 from drafters.settings import build_settings, parse_overrides, read_yaml
-from infer.config import EngineSettings, Mode
+from infer.config import BASELINE, EngineSettings, Mode
 from infer.console import Interrupt, Parser, interruptible, loading, progress_bar
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def plan_runs(options: argparse.Namespace) -> list[Run]:
     if len(set(modes)) < len(modes):
         raise UserError(f"--modes {options.modes}: a mode stands there twice; --beside measures one again with other settings")
     runs = []
-    baseline = [("transformers", Mode.AR, {})] if options.baseline else []
+    baseline = [(BASELINE, Mode.AR, {})] if options.baseline else []
     for label, mode, extra in [(mode.value, mode, {}) for mode in modes] + [_beside(text) for text in options.beside] + baseline:
         overrides = {**by_mode.get(mode, {}), **common, **only.get(mode, {}), **extra, "batch_size": 1}
         settings = build_settings(EngineSettings, content, overrides, options.recipe)
@@ -172,7 +172,7 @@ def measure_all(
 
 
 def _engine(run: Run, target: Target) -> Engine | TransformersEngine:
-    from infer.baseline import BASELINE, TransformersEngine
+    from infer.baseline import TransformersEngine
     from infer.launch import launch
 
     return TransformersEngine(run.settings, str(target.device)) if run.label == BASELINE else launch(run.settings, run.mode, target)

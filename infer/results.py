@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from drafters.eagle3_ssd.card import read_card
-from infer.baseline import BASELINE
-from infer.config import EngineSettings, Mode
+from infer.config import BASELINE, EngineSettings, Mode
 from infer.figures import (
     LOOKED_UP,
     MISSES,

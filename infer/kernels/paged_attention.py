@@ -199,7 +199,9 @@ def attend_in_context(
     *,
     scaling: float,
     context: AttentionContext,
-    **_: object,
+    **extra: object,
 ) -> tuple[Tensor, None]:
     """The attention function of a transformers layer: hands its rotated rows to the forward's context."""
+    unknown = {name: extra[name] for name in ("sliding_window", "softcap", "s_aux") if extra.get(name) is not None}
+    assert not unknown, f"attention with {unknown} is not computed here; drafters.targets refuses such targets"
     return context.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
