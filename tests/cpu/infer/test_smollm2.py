@@ -1,0 +1,139 @@
+"""The real model with the drafter that ships: the same tokens in every mode, through a kill, and as transformers writes them.
+
+In fp32, where tokens are equal unless two logits are closer than rounding: that margin is shown, and has to be that small.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from data.conversations import read_conversations
+from data.prompts import overlap, read_prompts
+from data.render import render_prompt
+from drafters.target_files import resolve_target
+from drafters.targets import Target, load_target
+from infer.config import EngineSettings, Mode
+from infer.engine import Engine
+from infer.launch import launch
+from infer.request import Request, SamplingParams, Source
+
+ROOT = Path(__file__).resolve().parents[3]
+TARGET = "builtin:smollm2-135m"
+DRAFTER = ROOT / "drafters" / "pretrained" / "smollm2-135m-eagle3"
+CORPUS = ROOT / "data" / "corpora" / "smollm2-135m" / "corpus.parquet"
+PROMPTS = sorted((ROOT / "data" / "prompts").glob("*.jsonl"))
+NEW, NEAR_TIE = 48, 1e-4
+
+pytestmark = pytest.mark.long
+needs_drafter = pytest.mark.skipif(not DRAFTER.is_dir(), reason=f"no drafter at {DRAFTER.relative_to(ROOT)}: train one, or fetch it")
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load_target(TARGET, "float32")
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """The same weights as transformers runs them, with nothing of ours applied."""
+    return AutoModelForCausalLM.from_pretrained(resolve_target(TARGET), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts(target: Target) -> list[list[int]]:
+    """Six, an even mix of the shipped files."""
+    return [render_prompt(prompt.messages, target.tokenizer) for prompt in read_prompts(PROMPTS, 6)]
+
+
+@pytest.fixture(scope="module")
+def expected(target: Target, prompts: list[list[int]]) -> list[list[int]]:
+    with _engine(target, Mode.AR) as engine:
+        return [request.new_tokens for request in _answer(engine, prompts)]
+
+
+def _engine(target: Target, mode: Mode, batch_size: int = 1) -> Engine:
+    anywhere = {"target_devices": ("cpu",), "draft_devices": ("cpu",)}  # not pinned: that would outlast the test
+    shared = {"target": TARGET, "drafter": str(DRAFTER), "dtype": "float32", "max_model_len": 512, **anywhere}
+    return launch(EngineSettings(batch_size=batch_size, **shared), mode, target)
+
+
+def _answer(engine: Engine, prompts: Sequence[Sequence[int]], kill_at: int | None = None) -> list[Request]:
+    """Greedy answers; the draft process is killed after `kill_at` steps."""
+    names = [engine.submit(prompt, SamplingParams(max_new_tokens=NEW)) for prompt in prompts]
+    ended: dict[str, Request] = {}
+    steps = 0
+    while engine.has_work:
+        ended |= {output.request_id: output.request for output in engine.step() if output.finish_reason}
+        steps += 1
+        if steps == kill_at:
+            assert engine.draft_alive and engine.draft_pid
+            os.kill(engine.draft_pid, signal.SIGKILL)
+    return [ended[name] for name in names]
+
+
+@torch.no_grad()
+def _margin(plain: Any, prefix: list[int], one: int, other: int) -> float:
+    """How far apart two next tokens are for the plain model, in logits."""
+    logits = plain(torch.tensor([prefix])).logits[0, -1]
+    return abs(float(logits[one] - logits[other]))
+
+
+def assert_same_answer(plain: Any, prompt: list[int], found: list[int], expected: list[int]) -> None:
+    """Equal, or apart from a token on which the model itself cannot tell from the other one in fp32."""
+    if found == expected:
+        return
+    place = next((i for i, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), None)
+    assert place is not None, f"one answer is a beginning of the other: {found} {expected}"
+    margin = _margin(plain, [*prompt, *expected[:place]], found[place], expected[place])
+    print(f"token {place} differs: {found[place]} instead of {expected[place]}, margin {margin:.2e}")
+    assert margin < NEAR_TIE, f"token {place} is {found[place]} instead of {expected[place]}, {margin:.2e} logits apart"
+
+
+def test_ar_is_what_transformers_generates(plain: Any, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    for prompt, tokens in list(zip(prompts, expected, strict=True))[:2]:
+        ids = torch.tensor([prompt])
+        out = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+        assert_same_answer(plain, prompt, tokens, out[0, len(prompt) :].tolist())
+
+
+@needs_drafter
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("mode", [Mode.SD, Mode.SSD])
+def test_speculation_changes_no_token(
+    target: Target, plain: Any, prompts: list[list[int]], expected: list[list[int]], mode: Mode, batch_size: int
+) -> None:
+    with _engine(target, mode, batch_size) as engine:
+        requests = _answer(engine, prompts)
+        assert engine.draft_alive
+    for prompt, request, tokens in zip(prompts, requests, expected, strict=True):
+        assert_same_answer(plain, prompt, request.new_tokens, tokens)
+    rounds = [record for request in requests for record in request.rounds]
+    assert sum(record.accepted for record in rounds) > len(rounds) / 4, "the drafter drafts nothing the target would write"
+    assert mode is Mode.SD or any(record.source is Source.HIT and record.accepted for record in rounds)
+
+
+@needs_drafter
+def test_a_killed_draft_process_changes_no_token(target: Target, plain: Any, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    with _engine(target, Mode.SSD, batch_size=2) as engine:
+        requests = _answer(engine, prompts, kill_at=5)
+        assert not engine.draft_alive
+    for prompt, request, tokens in zip(prompts, requests, expected, strict=True):
+        assert_same_answer(plain, prompt, request.new_tokens, tokens)
+    assert {Source.NONE} < {record.source for record in requests[0].rounds}, "it drafted before, and not after"
+
+
+def test_no_shipped_prompt_is_in_the_corpus() -> None:
+    prompts, corpus = read_prompts(PROMPTS), list(read_conversations(CORPUS))
+    assert len(prompts) >= 60 and len(corpus) > 1000
+    assert overlap(prompts, corpus) == []
+    asked = corpus[0].messages[0]
+    copied = prompts[0]._replace(messages=({"role": "user", "content": asked["content"]},))
+    assert [found.prompt_id for found in overlap([copied], corpus)] == [copied.id], "the check finds a prompt that is there"
