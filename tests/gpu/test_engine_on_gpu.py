@@ -25,8 +25,15 @@ def test_tokens_equal_those_of_the_cpu(tmp_path: Path, mode: Mode, temperature: 
     answers = []
     for device in ("cpu", "cuda:0"):
         target = load_target(str(place), "float32", device)
-        devices = {"target_devices": (device,), "draft_devices": (device,)}
-        settings = EngineSettings(target=str(place), drafter=str(drafter), dtype="float32", lookahead=3, max_model_len=64, **devices)
+        settings = EngineSettings(
+            target=str(place),
+            drafter=str(drafter),
+            dtype="float32",
+            lookahead=3,
+            max_model_len=64,
+            target_devices=(device,),
+            draft_devices=(device,),
+        )
         with launch(settings, mode, target, in_process=True) as engine:
             engine.submit([7, 30, 90, 12], params)
             while engine.has_work:
