@@ -24,7 +24,10 @@ from tests.tiny import save_tiny_drafter, save_tiny_target
 from train.unroll import Rows, unroll
 
 K, BUDGET, PROMPT = 3, 12, 9
-CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+
+
+def _assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 class Node(NamedTuple):
@@ -141,9 +144,9 @@ def test_after_a_jit_round_serving_is_the_training_unroll_to_depth_2k(target: Ta
     outputs = torch.stack([steps[0][0, anchor], *(step[0, 0] for step in steps[1:])])
     served = torch.cat([speculation.features_KH, prepared.features_KBH[:, branch]])
     unrolled = torch.cat([outputs[:K], outputs[K + 1 :]])
-    torch.testing.assert_close(served, unrolled, **CLOSE)
+    _assert_close(served, unrolled)
     logits = reference.logits(unrolled)
-    torch.testing.assert_close(worker.model.logits(served), logits, **CLOSE)
+    _assert_close(worker.model.logits(served), logits)
     drafted = loaded.vocab.to_target(logits.argmax(-1)).tolist()
     assert drafted == [*speculation.tokens, *prepared.tokens_BK[branch]]
 
@@ -161,7 +164,7 @@ def test_hits_in_a_row_and_a_miss_after_them_match_the_plain_twin(target: Target
     twin = PlainRound(plain, committed, list(true_features))
     nodes = twin.committed()
     expected = [n.output for n in [nodes[-1], *twin.chain(nodes, nodes[-1], list(speculation.tokens), len(committed) - 1)]][:K]
-    torch.testing.assert_close(speculation.features_KH, torch.stack(expected), **CLOSE)
+    _assert_close(speculation.features_KH, torch.stack(expected))
     for round_number, (accepted, wants_hit) in enumerate([(1, True), (K, True), (0, True), (2, False), (2, True)]):
         nodes = twin.committed()
         glue = twin.glue(nodes, list(speculation.tokens), list(speculation.features_KH), refresh)
@@ -185,6 +188,6 @@ def test_hits_in_a_row_and_a_miss_after_them_match_the_plain_twin(target: Target
             expected = [n.output for n in [nodes[-1], *chain]][:K]
         current = worker.requests["r"].in_flight
         assert current is not None
-        torch.testing.assert_close(current.features_KH, torch.stack(expected), **CLOSE)
+        _assert_close(current.features_KH, torch.stack(expected))
         worker.prepare()
         speculation = current

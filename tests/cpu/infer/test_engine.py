@@ -49,7 +49,7 @@ def test_ar_is_what_transformers_generates(pair: tuple[Target, Path], prompts: l
     import torch
     from transformers import AutoModelForCausalLM
 
-    plain = AutoModelForCausalLM.from_pretrained(pair[1].parent / "target", dtype=torch.float32)
+    plain: Any = AutoModelForCausalLM.from_pretrained(pair[1].parent / "target", dtype=torch.float32)
     for prompt, tokens in zip(prompts, expected, strict=True):
         out = plain.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
         assert out == tokens
