@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -13,6 +14,8 @@ from infer.draft_worker import DraftWorker
 from infer.messages import FromDraft, ToDraft, pack, unpack
 
 FRAME = 16 * 1024  # bytes that go in one piece, as fast as a smaller message; what is longer follows in a second one
+OUTSTANDING = 16  # buffers on their way: several messages more than the protocol ever has unanswered
+SEND_TIMEOUT = timedelta(seconds=10)
 FOREVER = timedelta(days=365)
 TARGET_RANK, DRAFT_RANK = 0, 1
 
@@ -68,21 +71,36 @@ class LocalChannel:
 
 
 class Wire:
-    """One end of a two-process gloo group: whole messages as bytes, in frames."""
+    """One end of a two-process gloo group: whole messages as bytes, in frames.
+
+    A gloo send completes when the peer receives. Both ends may send at the same moment (the drafter its answer, the target a newly
+    admitted request), so a send never waits for its own completion: the two would wait for each other.
+    """
 
     def __init__(self, store: TCPStore, rank: int, timeout: timedelta = FOREVER) -> None:
         self.group: Any = dist.ProcessGroupGloo(store, rank, 2, timeout)
         self.peer = 1 - rank
+        self._sending: deque[tuple[Any, torch.Tensor]] = deque()  # a buffer has to live until its send is complete
 
     def send(self, message: ToDraft | FromDraft) -> None:
-        """Send a message; raises RuntimeError where the peer is gone."""
+        """Hand a message over without waiting for the peer to take it; raises RuntimeError where the peer is gone."""
         content = pack(message)
         frame = torch.zeros(FRAME, dtype=torch.uint8)
         head = len(content).to_bytes(8, "little") + content[: FRAME - 8]
         frame[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        self.group.send([frame], self.peer, 0).wait()
+        self._start(frame)
         if rest := content[FRAME - 8 :]:
-            self.group.send([torch.frombuffer(bytearray(rest), dtype=torch.uint8)], self.peer, 0).wait()
+            self._start(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
+
+    def flush(self, timeout: timedelta) -> None:
+        """Wait until the peer has taken everything; raises RuntimeError where it is gone or the time is up."""
+        while self._sending:
+            self._sending.popleft()[0].wait(timeout)
+
+    def _start(self, buffer: torch.Tensor) -> None:
+        while len(self._sending) >= OUTSTANDING:  # so old that the peer has answered it: the wait is over at once
+            self._sending.popleft()[0].wait(SEND_TIMEOUT)
+        self._sending.append((self.group.send([buffer], self.peer, 0), buffer))
 
     def receive(self, timeout: timedelta = FOREVER) -> ToDraft | FromDraft:
         """Wait for a message; raises RuntimeError where the peer is gone or the time is up."""

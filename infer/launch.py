@@ -130,6 +130,7 @@ class ProcessChannel:
         if self.process.is_alive() and hasattr(self, "wire"):
             try:
                 self.wire.send(ToDraft(stop=True))
+                self.wire.flush(timedelta(seconds=2))
                 self.process.join(timeout=2)
             except RuntimeError as error:
                 log.debug("the draft process was already gone: %s", error)

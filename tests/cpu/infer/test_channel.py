@@ -64,6 +64,18 @@ def test_both_ends_speak(wires: list[Wire]) -> None:
     assert back == FromDraft((Answer("r", 0, Source.FIRST, (4, 5)),), 0.25)
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("size", [200, 1_000_000])
+def test_both_ends_may_send_before_either_receives(wires: list[Wire], size: int) -> None:
+    """The drafter answers while the target sends a new request: sends that wait for the peer's receive would wait for ever."""
+    messages = [_of_size(size), _of_size(size + 1)]
+    for wire in wires:
+        for message in messages:
+            wire.send(message)
+    for wire in wires:
+        assert [wire.receive(timedelta(seconds=20)) for _ in messages] == messages
+
+
 def test_a_silent_peer_is_an_error_when_the_time_is_up(wires: list[Wire]) -> None:
     started = time.monotonic()
     with pytest.raises(RuntimeError):

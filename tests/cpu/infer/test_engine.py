@@ -215,3 +215,22 @@ def test_two_processes_serve_what_one_does(pair: tuple[Target, Path], prompts: l
 def _is_zombie(process: int | None) -> bool:
     stat = Path(f"/proc/{process}/stat")
     return not stat.exists() or stat.read_text().split()[2] == "Z"
+
+
+def test_requests_that_join_while_others_run_do_not_block_the_two_processes(
+    pair: tuple[Target, Path], prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """The drafter sends its answer while the target sends a new request: neither may wait for the other to receive first."""
+    with launch(_settings(pair, batch_size=2), Mode.SSD, pair[0]) as engine:
+        ended: dict[str, Request] = {}
+        names = []
+        for prompt in prompts:
+            names.append(engine.submit(prompt, SamplingParams(max_new_tokens=NEW)))
+            engine.step()
+            ended |= {o.request_id: o.request for o in engine.step() if o.finish_reason}
+        while engine.has_work:
+            ended |= {o.request_id: o.request for o in engine.step() if o.finish_reason}
+        assert engine.draft_alive
+    assert [ended[name].new_tokens for name in names if name in ended] == [
+        tokens for name, tokens in zip(names, expected, strict=True) if name in ended
+    ]
