@@ -111,7 +111,8 @@ class Engine:
         output = self.runner.forward([rows for rows, _ in verifications])
         verdicts = self._verify(running, verifications, output)
         verify = time.perf_counter() - before
-        kept = [self._commit(r, a, v, verify) for r, (_, a), v in zip(running, verifications, verdicts, strict=True)]
+        judged = zip(running, verifications, verdicts, strict=True)
+        kept = [self._commit(request, *verified, verdict, verify) for request, verified, verdict in judged]
         self._report(running, verifications, verdicts, output)
         spent = time.perf_counter() - started
         for request, tokens in zip(running, kept, strict=True):
@@ -169,8 +170,8 @@ class Engine:
             start += len(rows.tokens)
         return verify_rows(output.logits_RV, to_verify)
 
-    def _commit(self, request: Request, answer: Answer, verdict: Verdict, verify: float) -> list[int]:
-        offered = len(answer.tokens[: request.room - 1])
+    def _commit(self, request: Request, rows: Rows, answer: Answer, verdict: Verdict, verify: float) -> list[int]:
+        offered = len(rows.tokens) - 1
         accepted = answer.tokens[: verdict.num_accepted]
         wait, busy = self.drafting.wait, self.drafting.busy
         request.rounds.append(RoundRecord(answer.source, offered, verdict.num_accepted, len(accepted) + 1, verify, wait, busy))

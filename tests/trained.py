@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from drafters.eagle3_ssd.checkpoint import load_drafter, save_drafter
 from drafters.targets import Target, load_target, tap_features
 from infer.config import EngineSettings, Mode
+from infer.engine import Engine
 from infer.launch import launch
 from infer.request import Request, SamplingParams
 from tests.tiny import save_tiny_drafter, save_tiny_target
@@ -22,11 +23,17 @@ def run(engine_settings: EngineSettings, mode: Mode, target: Target, prompts: li
     """Answer `prompts` and return their requests, in order. The drafter runs in this process."""
     with launch(engine_settings, mode, target, in_process=True) as engine:
         names = [engine.submit(prompt, params) for prompt in prompts]
-        ended: dict[str, Request] = {}
-        while engine.has_work:
-            ended |= {o.request_id: o.request for o in engine.step() if o.finish_reason}
+        ended = drain(engine)
         assert engine.runner.blocks.num_free == engine.runner.blocks.num_blocks
     return [ended[name] for name in names]
+
+
+def drain(engine: Engine) -> dict[str, Request]:
+    """Step until nothing is left to do: the ended requests by id."""
+    ended: dict[str, Request] = {}
+    while engine.has_work:
+        ended |= {output.request_id: output.request for output in engine.step() if output.finish_reason}
+    return ended
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:

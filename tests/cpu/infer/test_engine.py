@@ -14,7 +14,7 @@ from drafters.targets import Target
 from infer.config import EngineSettings, Mode
 from infer.launch import launch
 from infer.request import FinishReason, Request, SamplingParams, Source
-from tests.trained import random_prompts, run, trained_pair
+from tests.trained import drain, random_prompts, run, trained_pair
 
 NEW = 32
 
@@ -138,9 +138,7 @@ def test_greedy_and_sampled_requests_share_a_batch(pair: tuple[Target, Path], pr
     with launch(_settings(pair, batch_size=4), Mode.SSD, pair[0], in_process=True) as engine:
         for i, prompt in enumerate(prompts[:4]):
             engine.submit(prompt, SamplingParams(max_new_tokens=NEW, temperature=float(i % 2), seed=i), str(i))
-        ended: dict[str, Request] = {}
-        while engine.has_work:
-            ended |= {o.request_id: o.request for o in engine.step() if o.finish_reason}
+        ended = drain(engine)
     assert [ended[str(i)].new_tokens for i in (0, 2)] == [expected[0], expected[2]]
 
 
@@ -152,9 +150,7 @@ def test_cancelled_requests_leave_nothing_behind(pair: tuple[Target, Path], prom
         engine.cancel(names[0])  # running
         engine.cancel(names[3])  # waiting
         engine.cancel("never heard of")
-        ended: dict[str, Request] = {}
-        while engine.has_work:
-            ended |= {o.request_id: o.request for o in engine.step() if o.finish_reason}
+        ended = drain(engine)
         assert engine.runner.blocks.num_free == engine.runner.blocks.num_blocks
     assert {name: ended[name].finish_reason for name in names} == {
         names[0]: FinishReason.CANCEL,
@@ -204,9 +200,7 @@ def test_two_processes_serve_what_one_does(pair: tuple[Target, Path], prompts: l
     inside = [r.new_tokens for r in run(_settings(pair), Mode.SSD, pair[0], prompts, params)]
     with launch(_settings(pair), Mode.SSD, pair[0]) as engine:
         names = [engine.submit(prompt, params) for prompt in prompts]
-        ended: dict[str, Request] = {}
-        while engine.has_work:
-            ended |= {o.request_id: o.request for o in engine.step() if o.finish_reason}
+        ended = drain(engine)
         process = engine.draft_pid
     assert [ended[name].new_tokens for name in names] == inside
     assert process is not None and not Path(f"/proc/{process}/stat").exists() or _is_zombie(process)
@@ -228,8 +222,7 @@ def test_requests_that_join_while_others_run_do_not_block_the_two_processes(
             names.append(engine.submit(prompt, SamplingParams(max_new_tokens=NEW)))
             engine.step()
             ended |= {o.request_id: o.request for o in engine.step() if o.finish_reason}
-        while engine.has_work:
-            ended |= {o.request_id: o.request for o in engine.step() if o.finish_reason}
+        ended |= drain(engine)
         assert engine.draft_alive
     assert [ended[name].new_tokens for name in names if name in ended] == [
         tokens for name, tokens in zip(names, expected, strict=True) if name in ended
