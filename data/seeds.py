@@ -140,7 +140,7 @@ TOPICS = _split(
     "photosynthesis|gravity|the water cycle|supply and demand|democracy|recycling|black holes|vaccines|inflation|machine learning|"
     "the French Revolution|volcanoes|the human heart|electric cars|renewable energy|the Roman Empire|honey bees|climate change|"
     "good sleep|meditation|chess|jazz music|the moon landing|plate tectonics|DNA|the stock market|public transport|gardening|"
-    "coral reefs|the printing press|antibiotics|critical thinking|time management|arthritis and exercise|healthy eating|"
+    "coral reefs|the printing press|antibiotics|critical thinking|time management|exercise at home|healthy eating|"
     "world trade|the internet|encryption|dinosaurs|migration of birds|the Great Wall of China|coffee|chocolate|bread baking|"
     "marathon training|team work|remote work|social media|online privacy|artificial intelligence|quantum mechanics|"
     "the periodic table|acids and bases|friction|sound waves|rainbows|earthquakes|deserts|the Amazon rainforest|penguins|whales|"
@@ -159,8 +159,7 @@ NAMES = _split(
     "Vera|Will|Yuki|Zoe"
 )
 PLACES = _split(
-    "Lisbon|a small village|the mountains|Tokyo|an old castle|the desert|New York|a lighthouse|the forest|Cairo|a space station|"
-    "Paris"
+    "Lisbon|a small village|the mountains|Tokyo|an old castle|the desert|New York|a lighthouse|the forest|Cairo|a space station|Paris"
 )
 FUNCTIONS = _split(
     "count_vowels|is_prime|reverse_words|merge_sorted|flatten|find_duplicates|rotate_list|is_palindrome|sum_of_digits|largest_gap|"
@@ -172,9 +171,7 @@ ARGUMENTS = _split(
     "numbers|text|items, n|a, b|values: list|s: str|n: int|numbers: List[int]|words: List[str], k: int|matrix|"
     "lst: list, limit: int|string: str"
 )
-ACTIONS = _split(
-    "count the words|sum the numbers|print the longest line|skip empty lines|write the result to another file|find a word"
-)
+ACTIONS = _split("count the words|sum the numbers|print the longest line|skip empty lines|write the result to another file|find a word")
 
 
 class Opening(NamedTuple):

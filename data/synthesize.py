@@ -30,10 +30,9 @@ EXAMPLES = """\
   two processes side by side, then their parts together:
   python -m data.synthesize --target T --out DIR --shard 0/2 & python -m data.synthesize --target T --out DIR --shard 1/2; wait
   python -m data.synthesize --target T --out DIR --merge"""
-PROMPT_TEMPERATURE = 1.0
 ANSWER_TEMPERATURES = (0.0, 0.8)  # half of the answers each: served greedily and sampled
 MAX_PROMPT_TOKENS = 160
-TOKENS_PER_ANSWER_GUESS = 100  # low, so that the prompts do not run out before the tokens asked for are there
+TOKENS_PER_ANSWER_GUESS = 120  # low, so that the prompts do not run out before the tokens asked for are there
 
 
 class Row(NamedTuple):
@@ -72,6 +71,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--response-tokens", type=int, default=300_000, metavar="N", help="stop after N answer tokens (default: 300000)")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer, in tokens (default: 256)")
+    parser.add_argument(
+        "--prompt-temperature", type=float, default=0.8, metavar="X", help="at which the target writes user turns (default: 0.8)"
+    )
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="requests decoded together (default: 64)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the choice of prompts and of the sampling (default: 0)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float16"), help="of the target (default: bfloat16)")
@@ -103,7 +105,7 @@ def _write_prompts(options: argparse.Namespace, target: Any, generator: Any, wor
     file = work / f"prompts-{options.index}.jsonl"
     done = {line["key"]: line for line in _lines(file)}
     asks = [
-        Ask(key, _user_turn(target.tokenizer, o.text), PROMPT_TEMPERATURE, MAX_PROMPT_TOKENS, _seed(options.seed, key, "prompt"))
+        Ask(key, _user_turn(target.tokenizer, o.text), options.prompt_temperature, MAX_PROMPT_TOKENS, _seed(options.seed, key, "prompt"))
         for key, o in drawn.items()
         if o.continues and key not in done
     ]

@@ -148,7 +148,7 @@ def _speed_up(model: Any) -> None:
     layers = model.get_decoder().layers
     for index, layer in enumerate(layers):
         if fits(layer):
-            layers[index] = FusedDecoderLayer(layer)
+            layers[index] = FusedDecoderLayer.of_llama(layer)
             continue
         if attention := getattr(layer, "self_attn", None):
             fuse(attention, ["q_proj", "k_proj", "v_proj"])

@@ -34,6 +34,12 @@ class PackedLinear(nn.Module):
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
+    def add_to(self, x: Tensor, other: Tensor) -> Tensor:
+        """`other + forward(x)`, rounded once where the matrix unit can add: [..., in] and [..., out] -> [..., out]."""
+        if self.packed:
+            return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "add")
+        return other + F.linear(x, self.weight, self.bias)
+
 
 class FusedLeader(nn.Module):
     """The first of several projections of one input: computes all, returns its own part, keeps the others for `FusedFollower`."""

@@ -10,13 +10,20 @@ G = N / M, D head size, S slots of the pool. Slot = block * block_size + offset.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from infer.kernels import cpu_rows
+
+FEW_ROWS = 12  # up to this many the row kernels are faster than torch's attention on CPU
 
 
 class AttentionContext(Protocol):
@@ -70,6 +77,7 @@ class PagedContext:
     write_slots_R: Tensor
     reads: tuple[slice | Tensor, ...]
     masks: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
+    tables: dict[str, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
     @staticmethod
     def build(pool: KvPool, requests: Sequence[PagedRequest], device: torch.device) -> PagedContext:
@@ -97,6 +105,44 @@ class PagedContext:
             pieces.append(attend_rows(query_RND[start:stop], keys[read], values[read], self._mask(i, query_RND), scale))
             start = stop
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[None]
+
+    @cached_property
+    def in_rows(self) -> bool:
+        """Whether this batch is for the row kernels (`cpu_rows`): on CPU, and few rows."""
+        return len(self.write_slots_R) <= FEW_ROWS and cpu_rows.available(self.pool.keys[0])
+
+    def attend_rows(self, layer: int, qkv_RX: Tensor, turn: tuple[Tensor, Tensor], scale: float) -> Tensor:
+        """Rotation, writing and attention of one layer by the row kernels; see `cpu_rows.attend`."""
+        return cpu_rows.attend(qkv_RX, turn, (self.pool.keys[layer], self.pool.values[layer]), self._table, scale)
+
+    def turn(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotary tables [1, R, D] as the row kernels read them, fp32; widened once for all layers."""
+        if "turn" not in self.tables or self.tables["turn"][0] is not cos:
+            self.tables["turn"] = (cos, cos.float().contiguous(), sin.float().contiguous())
+        return self.tables["turn"][1:]
+
+    @cached_property
+    def _table(self) -> cpu_rows.RowTable:
+        lists: list[np.ndarray] = []
+        starts: list[int] = []
+        counts: list[int] = []
+        end = 0
+        for request, read in zip(self.requests, self.reads, strict=True):
+            rows, keys = request.num_rows, request.num_keys
+            slots = np.arange(read.start, read.stop) if isinstance(read, slice) else read.numpy()
+            if request.mask_QL is None:
+                lists.append(slots)
+                starts += [end] * rows
+                counts += range(keys - rows + 1, keys + 1)
+                end += keys
+            else:
+                visible_QL = request.mask_QL.numpy()
+                lists.append(slots[np.nonzero(visible_QL)[1]])
+                seen = visible_QL.sum(1).tolist()
+                starts += [end + before for before in itertools.accumulate(seen[:-1], initial=0)]
+                counts += seen
+                end += sum(seen)
+        return cpu_rows.RowTable(self.write_slots_R.numpy(), np.concatenate(lists), np.array(starts), np.array(counts))
 
     def _mask(self, i: int, query: Tensor) -> Tensor | None:
         request = self.requests[i]

@@ -30,9 +30,7 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-SOURCES = {
-    module_name(path): path for folder in ("data", "drafters", "infer", "train") for path in sorted((ROOT / folder).rglob("*.py"))
-}
+SOURCES = {module_name(path): path for folder in ("data", "drafters", "infer", "train") for path in sorted((ROOT / folder).rglob("*.py"))}
 
 
 def imported_names(source: str, module: str, is_package: bool) -> Iterator[str]:

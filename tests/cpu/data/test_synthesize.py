@@ -181,9 +181,7 @@ def test_a_run_stops_when_the_tokens_are_there_and_again_adds_nothing(directory:
     assert _rows(tmp_path) == rows
 
 
-def test_shards_are_put_together_by_merge(
-    directory: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shards_are_put_together_by_merge(directory: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--prompts", str(prompts), "--response-tokens", "1000"]
     for shard in ("0/2", "1/2"):
         assert _run(directory, tmp_path / "two", *options, "--shard", shard) == 0
