@@ -146,7 +146,7 @@ def _same(value: Any) -> Any:
 
 @njit(inline="always", fastmath=FAST)
 def _exp(x: Any) -> Any:
-    """exp in fp32 between -87 and 88, relative error 4e-6 at most (at the ends): a polynomial, because it vectorises and libm's does not."""
+    """exp in fp32 between -87 and 88, relative error 4e-6 at most (at the ends): a polynomial, since libm's does not vectorise."""
     lowest, highest = np.float32(-87.0), np.float32(88.0)
     bounded = lowest if x < lowest else highest if x > highest else x  # a NaN stays one
     scaled = bounded * LOG2_E

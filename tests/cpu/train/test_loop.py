@@ -21,8 +21,9 @@ from drafters.targets import load_target
 from tests.tiny import save_tiny_target
 from train.config import TrainSettings
 from train.console import Console
-from train.loop import learning_rate, rows_of_step, train
+from train.loop import train
 from train.prepare import prepare, split
+from train.schedule import learning_rate, rows_of_step
 from train.state import Progress, complete_states, load_state, save_state
 
 ENTRY = Path(__file__).parents[3] / "train" / "eagle3_selfcond.py"

@@ -1,0 +1,72 @@
+"""What stays the same from the first step of a run to the last: settings, module, optimizer, and where numbers go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from drafters.errors import UserError
+from drafters.targets import DTYPES
+from train.config import TrainSettings
+from train.console import Console
+from train.metrics import Metrics
+from train.objective import Objective
+from train.prepare import Prepared
+from train.state import Progress, complete_states, load_state
+
+
+class Run(NamedTuple):
+    """What stays the same from the first step to the last."""
+
+    settings: TrainSettings
+    prepared: Prepared
+    console: Console
+    accelerator: Accelerator
+    objective: Objective  # the plain module; `model` wraps it for several processes
+    model: nn.Module
+    optimizer: Any
+    metrics: Metrics
+
+    @property
+    def output(self) -> Path:
+        """The run's directory."""
+        return Path(self.settings.output)
+
+
+def check_batch(settings: TrainSettings, num_processes: int) -> None:
+    """Refuse a batch that the processes cannot share equally: each takes the same number of rows in the same number of forwards."""
+    if settings.batch.rows_per_step % num_processes:
+        raise UserError(
+            f"batch.rows_per_step = {settings.batch.rows_per_step} cannot be shared by {num_processes} processes; take a multiple of it"
+        )
+
+
+def make_objective(settings: TrainSettings, prepared: Prepared) -> Objective:
+    """The module that is trained."""
+    head = prepared.target.lm_head_weight[prepared.start.vocab.draft_to_target].clone()
+    return Objective(prepared.start.drafter, head, settings.loss, DTYPES[settings.dtype])
+
+
+def make_optimizer(settings: TrainSettings, objective: Objective) -> torch.optim.AdamW:
+    """AdamW over fp32 masters; norms are not decayed."""
+    options = settings.optimizer
+    trained = [p for p in objective.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": options.weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=options.lr, betas=(options.beta1, options.beta2), fused=True)
+
+
+def resume(output: Path, objective: Objective, optimizer: torch.optim.Optimizer, key: str, console: Console) -> Progress:
+    """Load the newest complete state, or start at step 0."""
+    states = complete_states(output / "states")
+    if not states:
+        return Progress()
+    progress = load_state(states[-1], objective.drafter, optimizer, key)
+    console.say(f"going on from {states[-1]}")
+    return progress

@@ -1,0 +1,110 @@
+"""One optimizer step: rows, anchors, loss scales over all processes, forwards and backwards, update."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from train.config import Stage, TrainSettings
+from train.features import Features
+from train.losses import depth_weights, loss_scales
+from train.objective import Anchors, choose_anchors, count
+from train.prepare import Prepared
+from train.run import Run
+from train.schedule import learning_rate, rows_of_step
+
+
+class StepResult(NamedTuple):
+    """Numbers of one optimizer step, and whether anybody asked to stop."""
+
+    values: dict[str, Any]
+    stops: bool
+
+
+def train_step(run: Run, step: int, wants_stop: bool) -> StepResult:
+    """One optimizer step over `rows_per_step` rows, shared among the processes and cut into forwards of `rows_per_forward`."""
+    started = time.monotonic()
+    settings, accelerator = run.settings, run.accelerator
+    stage = settings.stage_at(step)
+    batches = step_batches(settings, run.prepared, stage, step, accelerator)
+    counts = [count(batch.features, batch.anchors, stage.depth) for batch in batches]
+    flag = torch.tensor([float(wants_stop)], dtype=torch.float64, device=accelerator.device)
+    local = torch.stack([torch.cat((sum_of([c.all for c in counts]), flag)), torch.cat((sum_of([c.sampled for c in counts]), flag))])
+    reduced: Any = accelerator.reduce(local, "sum")
+    there_are, computed = reduced[0, :-1].tolist(), reduced[1, :-1].tolist()
+    scales = loss_scales(depth_weights(settings.loss.depth_weights, stage.depth + 1, settings.loss.gamma), there_are, computed)
+    scales = [scale * accelerator.num_processes for scale in scales]  # the gradients of the processes are averaged
+    losses, sums = [], []
+    for number, batch in enumerate(batches):
+        is_last = number + 1 == len(batches)
+        with nullcontext() if is_last else accelerator.no_sync(run.model):
+            loss, part = run.model(batch.features, batch.anchors, stage.depth, scales)
+            accelerator.backward(loss)
+        losses.append(loss.detach())
+        sums.append(part)
+    lr = learning_rate(settings, step)
+    norm = update(run, lr)
+    loss = torch.stack(losses).sum() / accelerator.num_processes
+    totals: Any = accelerator.reduce(torch.cat((loss[None], sum_of(sums).flatten())), "sum")
+    values = _step_values(totals.tolist(), computed, stage)
+    tokens = sum(int((batch.features.document_ids > 0).sum()) for batch in batches) * accelerator.num_processes
+    seconds = time.monotonic() - started
+    values.update(depth=stage.depth, lr=lr, grad_norm=norm, predictions=int(sum(computed)), tokens_per_second=tokens / seconds)
+    run.metrics.write({"step": step + 1, **values})
+    note = f"depth {stage.depth} loss {values['loss']:.3f} top-1 {values['accuracy'][0]:.2f} .. {values['accuracy'][-1]:.2f}"
+    run.console.show("training", step + 1, settings.total_steps, note)
+    return StepResult(values, bool(reduced[0, -1] > 0))
+
+
+def update(run: Run, lr: float) -> float:
+    """Clip the gradient, take an AdamW step at `lr`, and return the gradient's norm before clipping."""
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr
+    norm = run.accelerator.clip_grad_norm_(run.model.parameters(), run.settings.optimizer.clip_norm)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return float(norm) if norm is not None else math.nan
+
+
+class MicroBatch(NamedTuple):
+    """What one forward reads."""
+
+    features: Features
+    anchors: Anchors
+
+
+def step_batches(settings: TrainSettings, prepared: Prepared, stage: Stage, step: int, accelerator: Accelerator) -> list[MicroBatch]:
+    """This process's part of the rows of one step, with anchors. A row's anchors depend on its place in the step alone."""
+    rows = rows_of_step(step, settings.batch.rows_per_step, len(prepared.training), settings.seed)
+    places = range(accelerator.process_index, len(rows), accelerator.num_processes)
+    result = []
+    for first in range(0, len(places), settings.batch.rows_per_forward):
+        mine = places[first : first + settings.batch.rows_per_forward]
+        features = Features(*(x.to(accelerator.device) for x in prepared.training.batch([rows[place] for place in mine])))
+        keys = [f"{settings.seed} {step} {place}" for place in mine]
+        result.append(MicroBatch(features, choose_anchors(features, stage.anchors_per_row, keys)))
+    return result
+
+
+def sum_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Elementwise sum of equal shapes."""
+    return torch.stack(list(tensors)).sum(0)
+
+
+def _step_values(totals: list[float], computed: list[float], stage: Stage) -> dict[str, Any]:
+    """The loss, and per depth the averages of kl, acceptance and argmax hits."""
+    values: dict[str, Any] = {"loss": totals[0], "kl": [], "acceptance": [], "accuracy": []}
+    for depth in range(stage.depth + 1):
+        kl, rejection, correct = totals[1 + 3 * depth : 4 + 3 * depth]
+        number = max(1.0, computed[depth])
+        values["kl"].append(kl / number)
+        values["acceptance"].append(1 - rejection / number)
+        values["accuracy"].append(correct / number)
+    return values
