@@ -28,8 +28,19 @@ class Sampling(Settings):
     top_p: float | None = None
 
 
+class Run(Settings):
+    """One run of the generator that a data set holds rows of."""
+
+    seed: int
+    sampling: Sampling
+    prompt_source: str
+
+
 class Manifest(Settings):
-    """The record of a data set. `files` maps file names, relative to the manifest's directory, to their SHA-256."""
+    """The record of a data set. `files` maps file names, relative to the manifest's directory, to their SHA-256.
+
+    A corpus grown by several runs names each in `runs`; `seed` is then the first one's, `sampling` what covers them all.
+    """
 
     version: Literal[1] = 1
     target: str
@@ -39,6 +50,7 @@ class Manifest(Settings):
     sampling: Sampling
     seed: int
     prompt_source: str
+    runs: tuple[Run, ...] = ()
     num_rows: int
     num_truncated: int = 0
     num_response_tokens: int

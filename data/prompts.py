@@ -25,6 +25,7 @@ class Overlap(NamedTuple):
     """A run of words that a prompt shares with the corpus, and the `file:line` it was found at."""
 
     prompt_id: str
+    conversation_id: str
     source: str
     words: str
 
@@ -53,17 +54,23 @@ def overlap(prompts: Iterable[Prompt], corpus: Iterable[Conversation], n: int = 
     Case and punctuation do not count. A prompt message of fewer than `n` words has to equal a whole message of the corpus.
     One finding for each prompt, the first; an empty list means that none is in the corpus.
     """
+    first: dict[str, Overlap] = {}
+    for finding in shared_runs(prompts, corpus, n):
+        first.setdefault(finding.prompt_id, finding)
+    return list(first.values())
+
+
+def shared_runs(prompts: Iterable[Prompt], corpus: Iterable[Conversation], n: int = 8) -> Iterator[Overlap]:
+    """Every run of `n` words that a conversation of the corpus shares with a prompt, in the corpus' order (see `overlap`)."""
     owners: dict[tuple[str, ...], list[str]] = {}
     for prompt in prompts:
         for gram in chain.from_iterable(_grams(text, n) for text in _questions(prompt.messages)):
             owners.setdefault(gram, []).append(prompt.id)
-    found: dict[str, Overlap] = {}
     for conversation in corpus:
         for text in _questions(conversation.messages):
             for gram in _grams(text, n):
                 for prompt_id in owners.get(gram, ()):
-                    found.setdefault(prompt_id, Overlap(prompt_id, conversation.source, " ".join(gram)))
-    return list(found.values())
+                    yield Overlap(prompt_id, conversation.id, conversation.source, " ".join(gram))
 
 
 def _questions(messages: Sequence[Message]) -> Iterator[str]:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
-from data.manifest import Manifest, Sampling, checksums, write_manifest
 from data.prompts import read_prompts
 from data.seeds import opening
+from data.work import mend
 from drafters.errors import CommandParser, UserError, run_command
 
 DESCRIPTION = """\
@@ -29,7 +29,9 @@ EXAMPLES = """\
   python -m data.synthesize --target builtin:smollm2-135m --out data/corpora/mine --response-tokens 300000
   two processes side by side, then their parts together:
   python -m data.synthesize --target T --out DIR --shard 0/2 & python -m data.synthesize --target T --out DIR --shard 1/2; wait
-  python -m data.synthesize --target T --out DIR --merge"""
+  python -m data.synthesize --target T --out DIR --merge
+  a corpus grown by a second run, without questions that are kept for measuring:
+  python -m data.synthesize --target T --out data/corpora/mine --merge --from data/corpora/mine runs/more --exclude data/prompts/*.jsonl"""
 ANSWER_TEMPERATURES = (0.0, 0.8)  # half of the answers each: served greedily and sampled
 MAX_PROMPT_TOKENS = 160
 TOKENS_PER_ANSWER_GUESS = 120  # low, so that the prompts do not run out before the tokens asked for are there
@@ -46,10 +48,10 @@ class Row(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     options = _arguments(argv)
+    if options.merge:
+        return _merge(options)
     work = Path(options.out) / "work"
     work.mkdir(parents=True, exist_ok=True)
-    if options.merge:
-        return _merge(options, work)
     from data.batch_generate import BatchGenerator
     from drafters.targets import load_target
 
@@ -79,6 +81,12 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float16"), help="of the target (default: bfloat16)")
     parser.add_argument("--shard", default="0/1", metavar="I/N", help="write the I-th of N parts, I from 0; then --merge (default: 0/1)")
     parser.add_argument("--merge", action="store_true", help="only put together what the shards wrote")
+    parser.add_argument(
+        "--from", nargs="+", dest="sources", metavar="DIR", help="with --merge: OUT directories of runs, or corpora (default: --out)"
+    )
+    parser.add_argument(
+        "--exclude", nargs="+", metavar="FILE", help="with --merge: prompts to measure on; what shares eight words with one is left out"
+    )
     options = parser.parse_args(argv)
     index, _, count = options.shard.partition("/")
     if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
@@ -103,7 +111,7 @@ def _write_prompts(options: argparse.Namespace, target: Any, generator: Any, wor
     for i in range(options.index, options.count * (share // TOKENS_PER_ANSWER_GUESS + 1), options.count):
         drawn[f"{options.seed}-{i:06d}"] = opening(random.Random(f"{options.seed}:{i}"))
     file = work / f"prompts-{options.index}.jsonl"
-    done = {line["key"]: line for line in _lines(file)}
+    done = {line["key"]: line for line in mend(file)}
     asks = [
         Ask(key, _user_turn(target.tokenizer, o.text), options.prompt_temperature, MAX_PROMPT_TOKENS, _seed(options.seed, key, "prompt"))
         for key, o in drawn.items()
@@ -129,7 +137,7 @@ def _write_answers(options: argparse.Namespace, target: Any, generator: Any, row
     from data.render import render_prompt
 
     file = work / f"answers-{options.index}.jsonl"
-    finished = _lines(file)
+    finished = mend(file)
     done, tokens = {line["id"] for line in finished}, sum(line["tokens"] for line in finished)
     goal = options.response_tokens // options.count
     by_key = {row.key: row for row in rows}
@@ -161,42 +169,30 @@ def _finish(options: argparse.Namespace, target: Any, work: Path) -> None:
     facts = {key: getattr(target.facts, key) for key in ("weight_hash", "tokenizer_hash", "template_hash")}
     (work / f"target-{options.index}.json").write_text(json.dumps({"name": options.target, **facts}))
     if options.count == 1:
-        _merge(options, work)
+        _merge(options)
     else:
         print(f"shard {options.shard} is complete; when all are: the same command with --merge")
 
 
-def _merge(options: argparse.Namespace, work: Path) -> int:
-    """Put the shards' answers into OUT/corpus.parquet with its manifest."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def _merge(options: argparse.Namespace) -> int:
+    """Put rows of the directories `--from` into OUT/*.parquet with a manifest."""
+    from data.merge import TargetIdentity, merge
 
-    described = sorted(work.glob("target-*.json"))
-    rows = [line for file in sorted(work.glob("answers-*.jsonl")) for line in _lines(file)]
-    if not rows or not described:
-        raise UserError(f"{work} holds no finished shard; run the command without --merge first")
-    rows.sort(key=lambda row: row["id"])
-    about, out = json.loads(described[0].read_text()), Path(options.out)
-    file = out / "corpus.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), file, compression="zstd", compression_level=19)
-    sampling = Sampling(temperatures=ANSWER_TEMPERATURES, max_new_tokens=options.max_new_tokens, top_k=None, top_p=None)
-    subjects = sorted({row["subject"] for row in rows})
-    manifest = Manifest(
-        target=about["name"],
-        target_weight_hash=about["weight_hash"],
-        tokenizer_hash=about["tokenizer_hash"],
-        template_hash=about["template_hash"],
-        sampling=sampling,
-        seed=options.seed,
-        prompt_source="files: " + ", ".join(map(str, options.prompts)) if options.prompts else "self-prompted (data.seeds)",
-        num_rows=len(rows),
-        num_truncated=sum(row["finish_reason"] == "length" for row in rows),
-        num_response_tokens=sum(row["tokens"] for row in rows),
-        subjects={subject: sum(row["subject"] == subject for row in rows) for subject in subjects},
-        files=checksums(out, [file]),
+    def identify() -> TargetIdentity:
+        from drafters.targets import load_target
+
+        facts = load_target(options.target, options.dtype, fuse_layers=False).facts
+        return TargetIdentity(facts.weight_hash, facts.tokenizer_hash, facts.template_hash)
+
+    out = Path(options.out)
+    merge(
+        options.target,
+        [Path(path) for path in options.sources or [out]],
+        out,
+        read_prompts(options.exclude) if options.exclude else [],
+        identify,
+        print,
     )
-    write_manifest(out, manifest)
-    print(f"{file}: {manifest.num_rows} conversations, {manifest.num_response_tokens} answer tokens")
     return 0
 
 
@@ -213,17 +209,6 @@ def _temperature(position: int) -> float:
 
 def _seed(seed: int, key: str, purpose: str) -> int:
     return random.Random(f"{seed}:{key}:{purpose}").getrandbits(48)
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """The complete lines of a work file; one that a kill cut short is left out, and written again."""
-    if not file.is_file():
-        return []
-    content = file.read_text(encoding="utf-8")
-    whole = content[: content.rfind("\n") + 1]
-    if whole != content:
-        file.write_text(whole, encoding="utf-8")
-    return [json.loads(line) for line in whole.splitlines()]
 
 
 if __name__ == "__main__":

@@ -79,11 +79,11 @@ def test_overlap_finds_shared_runs_of_words_and_whole_short_prompts() -> None:
         return [Conversation("c", (*asked(question), {"role": "assistant", "content": answer}), False, "c.jsonl:1")]
 
     eight = overlap(prompts, corpus("Tell me, WHY does the moon look larger, when it sets?"))
-    assert len(eight) == 1 and eight[0][:2] == ("long", "c.jsonl:1")
+    assert len(eight) == 1 and eight[0][:3] == ("long", "c", "c.jsonl:1")
     assert eight[0].words == "why does the moon look larger when it"
     assert overlap(prompts, corpus("Why does the moon look larger when she sets?")) == []  # seven words in a row
     assert overlap(prompts, corpus("Why does the moon look larger when she sets?"), n=7) != []
-    assert overlap(prompts, corpus("what is Rust")) == [("short", "c.jsonl:1", "what is rust")]
+    assert overlap(prompts, corpus("what is Rust")) == [("short", "c", "c.jsonl:1", "what is rust")]
     assert overlap(prompts, corpus("What is rust made of?")) == []
     assert overlap(prompts, corpus("Hello", answer=long)) == []  # an answer is no question
 

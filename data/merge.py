@@ -1,0 +1,190 @@
+"""Put together what several runs wrote: rows without doubles, in Parquet parts, with one manifest that names every run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data.conversations import Conversation
+from data.manifest import MANIFEST_NAME, Manifest, Run, Sampling, checksums, read_manifest, write_manifest
+from data.prompts import Overlap, Prompt, shared_runs
+from data.work import read_lines
+from drafters.errors import UserError
+
+Row = dict[str, Any]
+PART_BYTES = 4_000_000  # of JSON in one Parquet part: just below a megabyte when compressed
+
+
+class TargetIdentity(NamedTuple):
+    """The target that wrote the rows, by the hashes of `TargetFacts`."""
+
+    weight_hash: str
+    tokenizer_hash: str
+    template_hash: str
+
+
+class Source(NamedTuple):
+    """The rows of one directory, the runs they come from, and the target's identity where the directory holds it."""
+
+    path: Path
+    rows: list[Row]
+    runs: tuple[Run, ...]
+    target: TargetIdentity | None
+
+
+def merge(
+    name: str,
+    paths: Sequence[Path],
+    out: Path,
+    prompts: Sequence[Prompt],
+    identify: Callable[[], TargetIdentity],
+    say: Callable[[str], None],
+) -> Manifest:
+    """Write the rows of the directories `paths` (of a run, with `work/`, or of a finished corpus) to `out`; `out` may be one of them.
+
+    `name` is the target, and `identify` computes its hashes where no directory holds them. Conversations that stand twice are
+    taken once, those that share eight words in a row with a user turn of `prompts` not at all.
+    Raises `UserError` where nothing is there, or where different targets wrote the rows.
+    """
+    sources = [_read_source(path, say) for path in paths]
+    target = _one_target(sources, identify)
+    for source in sources:
+        if source.target is None:
+            say(f"{source.path} does not say which target wrote it: taken to be {name}")
+    rows, num_doubles = _distinct(row for source in sources for row in source.rows)
+    rows, offenders = exclude(rows, prompts)
+    for line in offenders:
+        say(line)
+    runs = tuple(dict.fromkeys(run for source in sources for run in source.runs))
+    if not rows:
+        raise UserError(f"{', '.join(map(str, paths))}: no row is left; run the command without --merge first")
+    files = _write_parts(rows, out)
+    manifest = _describe(name, target, runs, rows, checksums(out, files))
+    write_manifest(out, manifest)
+    say(f"{out}: {manifest.num_rows} conversations, {manifest.num_response_tokens} answer tokens, {len(files)} file(s)")
+    say(f"left out: {num_doubles} that stood twice, {len(offenders)} that share words with a measuring prompt")
+    return manifest
+
+
+def exclude(rows: Sequence[Row], prompts: Sequence[Prompt]) -> tuple[list[Row], list[str]]:
+    """Rows without those whose user turns share eight words in a row with `prompts`, and a line about each that was left out."""
+    if not prompts:
+        return list(rows), []
+    asked = [Conversation(str(i), tuple(row["messages"]), False, row["id"]) for i, row in enumerate(rows)]
+    found: dict[int, Overlap] = {}
+    for finding in shared_runs(prompts, asked):
+        found.setdefault(int(finding.conversation_id), finding)
+    lines = [f"{f.source} shares with {f.prompt_id}: {f.words!r}" for f in found.values()]
+    return [row for i, row in enumerate(rows) if i not in found], lines
+
+
+def _read_source(path: Path, say: Callable[[str], None]) -> Source:
+    work = path / "work"
+    answers = sorted(work.glob("answers-*.jsonl"))
+    if not answers:
+        if (path / MANIFEST_NAME).is_file():
+            return _read_corpus(path)
+        raise UserError(f"{work} holds no answers and {path} no {MANIFEST_NAME}: run the command without --merge first")
+    rows = [row for file in answers for row in read_lines(file)]
+    described = sorted(work.glob("target-*.json"))
+    if len(described) < len(answers):
+        say(f"{work}: {len(described)} of {len(answers)} shards say that they are complete; taking what is there")
+    target = _identity(json.loads(described[0].read_text(encoding="utf-8"))) if described else None
+    return Source(path, rows, (_run_of(rows),), target)
+
+
+def _read_corpus(path: Path) -> Source:
+    import pyarrow.parquet as pq
+
+    manifest = read_manifest(path)
+    rows = [row for name in manifest.files for row in pq.read_table(path / name).to_pylist()]
+    runs = manifest.runs or (Run(seed=manifest.seed, sampling=manifest.sampling, prompt_source=manifest.prompt_source),)
+    return Source(path, rows, runs, TargetIdentity(manifest.target_weight_hash, manifest.tokenizer_hash, manifest.template_hash))
+
+
+def _run_of(rows: Sequence[Row]) -> Run:
+    """The settings of a run that stored none, from its rows: ids of self-prompted rows start with the seed."""
+    seed, dash, _ = str(rows[0]["id"]).partition("-") if rows else ("", "", "")
+    self_prompted = bool(dash) and seed.isdigit()
+    return Run(
+        seed=int(seed) if self_prompted else 0,
+        sampling=Sampling(
+            temperatures=tuple(sorted({row["temperature"] for row in rows})),
+            max_new_tokens=max((row["tokens"] for row in rows), default=0),
+        ),
+        prompt_source="self-prompted (data.seeds)" if self_prompted else "files",
+    )
+
+
+def _identity(content: dict[str, Any]) -> TargetIdentity:
+    return TargetIdentity(*(content[name] for name in TargetIdentity._fields))
+
+
+def _one_target(sources: Sequence[Source], identify: Callable[[], TargetIdentity]) -> TargetIdentity:
+    known = {source.target: source.path for source in sources if source.target is not None}
+    if len(known) > 1:
+        (first, a), (second, b) = list(known.items())[:2]
+        what = next(field for field in TargetIdentity._fields if getattr(first, field) != getattr(second, field))
+        differ = f"{what} {getattr(first, what)} and {getattr(second, what)}"
+        raise UserError(f"{a} and {b} were written by different targets ({differ}): merge only what one target wrote")
+    return next(iter(known)) if known else identify()
+
+
+def _distinct(rows: Iterable[Row]) -> tuple[list[Row], int]:
+    """Rows in the order of their ids, each conversation once; and how many stood twice."""
+    first: dict[str, Row] = {}
+    total = 0
+    for row in rows:
+        total += 1
+        first.setdefault(json.dumps(row["messages"]), row)
+    return sorted(first.values(), key=lambda row: row["id"]), total - len(first)
+
+
+def _write_parts(rows: Sequence[Row], out: Path) -> list[Path]:
+    """Parquet parts of `rows` in `out`, in place of the data files that its manifest names."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    parts: list[list[Row]] = [[]]
+    size = 0
+    for row in rows:
+        if size > PART_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(row)
+        size += len(json.dumps(row))
+    out.mkdir(parents=True, exist_ok=True)
+    names = ["corpus.parquet"] if len(parts) == 1 else [f"corpus-{number:02d}.parquet" for number in range(len(parts))]
+    for name, part in zip(names, parts, strict=True):  # beside their places first, so that a stop leaves the old corpus whole
+        pq.write_table(pa.Table.from_pylist(part), out / f".{name}", compression="zstd", compression_level=19)
+    old = read_manifest(out).files if (out / MANIFEST_NAME).is_file() else ()
+    for name in set(old) - set(names):
+        (out / name).unlink(missing_ok=True)
+    for name in names:
+        os.replace(out / f".{name}", out / name)
+    return [out / name for name in names]
+
+
+def _describe(name: str, target: TargetIdentity, runs: Sequence[Run], rows: Sequence[Row], files: dict[str, str]) -> Manifest:
+    return Manifest(
+        target=name,
+        target_weight_hash=target.weight_hash,
+        tokenizer_hash=target.tokenizer_hash,
+        template_hash=target.template_hash,
+        sampling=Sampling(
+            temperatures=tuple(sorted({heat for run in runs for heat in run.sampling.temperatures})),
+            max_new_tokens=max(run.sampling.max_new_tokens for run in runs),
+        ),
+        seed=runs[0].seed,
+        prompt_source="; ".join(dict.fromkeys(run.prompt_source for run in runs)),
+        runs=tuple(runs),
+        num_rows=len(rows),
+        num_truncated=sum(row["finish_reason"] == "length" for row in rows),
+        num_response_tokens=sum(row["tokens"] for row in rows),
+        subjects=dict(sorted(Counter(row["subject"] for row in rows).items())),
+        files=files,
+    )

@@ -1,0 +1,109 @@
+"""Several runs become one corpus: each conversation once, none of a measuring prompt, a manifest that names every run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from data import merge as merging
+from data.conversations import read_conversations
+from data.manifest import Manifest, check_files, read_manifest
+from data.merge import TargetIdentity, merge
+from data.prompts import Prompt
+from drafters.errors import UserError
+
+TARGET = TargetIdentity("w", "k", "t")
+QUESTION = "Why does the moon look larger when it is close to the horizon?"
+
+
+def row(name: str, question: str, tokens: int = 5, temperature: float = 0.0, cut: bool = False) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": f"About {question}"}]
+    reason = "length" if cut else "stop"
+    return {"id": name, "messages": messages, "finish_reason": reason, "subject": "code", "temperature": temperature, "tokens": tokens}
+
+
+def write_run(path: Path, *shards: list[dict[str, Any]], target: TargetIdentity | None = TARGET) -> Path:
+    """Work files as a run leaves them, one list of rows for each shard."""
+    (path / "work").mkdir(parents=True)
+    for number, rows in enumerate(shards):
+        (path / "work" / f"answers-{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if target is not None:
+            (path / "work" / f"target-{number}.json").write_text(json.dumps({"name": "T", **target._asdict()}))
+    return path
+
+
+def put_together(out: Path, *paths: Path, prompts: list[Prompt] | None = None) -> tuple[Manifest, list[str]]:
+    said: list[str] = []
+    return merge("T", paths, out, prompts or [], lambda: TARGET, said.append), said
+
+
+def ids(out: Path) -> list[str]:
+    return [conversation.id for conversation in read_conversations(out)]
+
+
+def test_shards_and_runs_are_put_together_without_doubles(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a", [row("0-2", "B?", 7, 0.8, cut=True)], [row("0-1", "A?", 3)])
+    second = write_run(tmp_path / "b", [row("1-1", "A?", 3), row("1-2", "C?", 9, cut=True)])
+    manifest, said = put_together(tmp_path / "out", first, second)
+    assert ids(tmp_path / "out") == ["0-1", "0-2", "1-2"]
+    assert (manifest.num_rows, manifest.num_response_tokens, manifest.num_truncated) == (3, 19, 2)
+    assert [(run.seed, run.sampling.temperatures, run.sampling.max_new_tokens) for run in manifest.runs] == [
+        (0, (0.0, 0.8), 7),
+        (1, (0.0,), 9),
+    ]
+    assert (manifest.seed, manifest.sampling.temperatures, manifest.sampling.max_new_tokens) == (0, (0.0, 0.8), 9)
+    assert manifest.target_weight_hash == "w" and read_manifest(tmp_path / "out") == manifest
+    check_files(tmp_path / "out", manifest)
+    assert said[-1] == "left out: 1 that stood twice, 0 that share words with a measuring prompt"
+
+
+def test_a_finished_corpus_grows_in_its_place_and_old_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, keeper = tmp_path / "out", tmp_path / "out" / "notes.txt"
+    put_together(out, write_run(tmp_path / "a", [row(f"0-{i}", f"{i}?") for i in range(5)]))
+    keeper.write_text("mine")
+    before = pq.read_table(out / "corpus.parquet").to_pylist()
+    monkeypatch.setattr(merging, "PART_BYTES", 500)
+    manifest, _ = put_together(out, out, write_run(tmp_path / "b", [row("1-0", "new?")]))
+    assert len(manifest.files) > 1 and sorted(manifest.files) == sorted(p.name for p in out.glob("*.parquet"))
+    assert not list(out.glob(".*")) and keeper.read_text() == "mine"
+    assert [r for name in sorted(manifest.files) for r in pq.read_table(out / name).to_pylist()][:5] == before
+    assert ids(out)[5:] == ["1-0"] and [run.seed for run in manifest.runs] == [0, 1]
+    monkeypatch.undo()
+    again, _ = put_together(out, out)
+    assert list(again.files) == ["corpus.parquet"] == [p.name for p in out.glob("*.parquet")] and again.runs == manifest.runs
+
+
+def test_measuring_prompts_are_kept_out_and_named(tmp_path: Path) -> None:
+    prompts = [Prompt("moon", ({"role": "user", "content": QUESTION},))]
+    rows = [row("0-1", "Tell me: " + QUESTION.upper()), row("0-2", "What is rust?"), row("0-3", "Why does the moon look larger today?")]
+    manifest, said = put_together(tmp_path / "out", write_run(tmp_path / "a", rows), prompts=prompts)
+    assert ids(tmp_path / "out") == ["0-2", "0-3"] and manifest.num_rows == 2
+    assert any("0-1 shares with moon: 'why does the moon look larger when it'" in line for line in said)
+
+
+def test_a_run_still_being_written_is_left_as_it_is(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", [row("0-1", "A?")], target=None)
+    file = run / "work" / "answers-0.jsonl"
+    with file.open("a") as out:
+        out.write('{"id": "0-2", "mess')
+    content = file.read_bytes()
+    _, said = put_together(tmp_path / "out", run)
+    assert ids(tmp_path / "out") == ["0-1"] and file.read_bytes() == content
+    assert any("0 of 1 shards say that they are complete" in line for line in said)
+    assert any("does not say which target wrote it: taken to be T" in line for line in said)
+
+
+def test_different_targets_and_empty_directories_are_refused(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a", [row("0-1", "A?")])
+    other = write_run(tmp_path / "b", [row("1-1", "B?")], target=TARGET._replace(template_hash="u"))
+    with pytest.raises(UserError, match=r"written by different targets \(template_hash t and u\)"):
+        put_together(tmp_path / "out", first, other)
+    with pytest.raises(UserError, match="void/work holds no answers"):
+        put_together(tmp_path / "out", tmp_path / "void")
+    with pytest.raises(UserError, match="no row is left"):
+        put_together(tmp_path / "out", write_run(tmp_path / "c", []))
+    assert not (tmp_path / "out").exists()
