@@ -34,7 +34,7 @@ class Parser(CommandParser):
 
 
 class Interrupt:
-    """Whether Ctrl-C was pressed. Truthy once it was."""
+    """Whether Ctrl-C was pressed, or SIGTERM came. Truthy once it did."""
 
     def __init__(self) -> None:
         self.pressed = False
@@ -45,7 +45,7 @@ class Interrupt:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """Inside, the first Ctrl-C only sets the flag, so that no step of the engine is cut in two; the second one interrupts."""
+    """Inside, the first Ctrl-C or SIGTERM only sets the flag, so that no step of the engine is cut in two; the second one interrupts."""
     interrupt = Interrupt()
 
     def on_signal(signum: int, frame: object) -> None:
@@ -53,11 +53,12 @@ def interruptible() -> Iterator[Interrupt]:
             raise KeyboardInterrupt
         interrupt.pressed = True
 
-    before = signal.signal(signal.SIGINT, on_signal)
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield interrupt
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def progress_bar() -> Progress:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from drafters.errors import EXIT_INTERRUPTED, UserError, run_command, unknown_name
-from drafters.settings import build_settings, parse_overrides, read_yaml
+from drafters.errors import EXIT_INTERRUPTED, UserError, run_command
+from drafters.settings import parse_overrides
 from infer.config import BASELINE, EngineSettings, Mode
 from infer.console import Interrupt, Parser, interruptible, loading, progress_bar
+from infer.recipe import mode_named, read_recipe
 
 if TYPE_CHECKING:
     from drafters.targets import Target
@@ -31,7 +32,7 @@ DESCRIPTION = """\
 Measure how fast a target answers alone (ar), with synchronous speculation (sd) and with SSD (ssd), and why.
 
 The modes take turns prompt by prompt in one process, so that noise hits all alike; a warm-up is not counted.
-Writes DIR/results.json, DIR/report.html and DIR/plots/. Ctrl-C keeps the prompts that every mode has answered."""
+Writes DIR/results.json, DIR/report.html and DIR/plots/. Ctrl-C (or SIGTERM) keeps the prompts that every mode has answered."""
 EXAMPLES = """\
   python -m infer.evaluate --recipe recipes/smollm2-135m/evaluate.yaml --prompts data/prompts/*.jsonl --num-prompts 24 --out runs/evaluate
   each mode at its own best lookahead, and ar on two cores beside them:
@@ -110,20 +111,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def plan_runs(options: argparse.Namespace) -> list[Run]:
     """What to measure. A setting comes from the recipe, its `modes:` part, key=value, `--set`, `--beside`: the later one wins."""
-    content = read_yaml(options.recipe)
-    by_mode = _mode_settings(content.pop("modes", None) or {}, options.recipe)
+    recipe = read_recipe(options.recipe)
     common = parse_overrides(options.overrides)
     if options.dtype is not None:
         common["dtype"] = options.dtype
     only = _only_for(options.set)
-    modes = [_mode(name, "--modes") for name in options.modes.split(",")]
+    modes = [mode_named(name, "--modes") for name in options.modes.split(",")]
     if len(set(modes)) < len(modes):
         raise UserError(f"--modes {options.modes}: a mode stands there twice; --beside measures one again with other settings")
     runs = []
     baseline = [(BASELINE, Mode.AR, {})] if options.baseline else []
     for label, mode, extra in [(mode.value, mode, {}) for mode in modes] + [_beside(text) for text in options.beside] + baseline:
-        overrides = {**by_mode.get(mode, {}), **common, **only.get(mode, {}), **extra, "batch_size": 1}
-        settings = build_settings(EngineSettings, content, overrides, options.recipe)
+        settings = recipe.settings(mode, {**common, **only.get(mode, {}), **extra, "batch_size": 1})
         if mode is not Mode.AR and settings.drafter is None:
             raise UserError(f"{options.recipe}: mode {mode} needs a drafter; add `drafter: DIRECTORY` or give drafter=DIRECTORY")
         runs.append(Run(label, mode, settings))
@@ -265,19 +264,13 @@ def make_directory(name: str) -> Path:
     return out
 
 
-def _mode_settings(content: Any, where: str) -> dict[Mode, dict[str, Any]]:
-    if not isinstance(content, Mapping) or not all(isinstance(value, Mapping) for value in content.values()):
-        raise UserError(f"{where}: `modes:` has to hold settings by mode, such as sd: {{lookahead: 2}}")
-    return {_mode(name, f"{where}: modes"): dict(settings) for name, settings in content.items()}
-
-
 def _only_for(pairs: Sequence[str]) -> dict[Mode, dict[str, Any]]:
     settings: dict[Mode, dict[str, Any]] = {}
     for pair in pairs:
         name, colon, override = pair.partition(":")
         if not colon:
             raise UserError(f"cannot read --set {pair}: write it as MODE:key=value, for example sd:lookahead=2")
-        settings.setdefault(_mode(name, "--set"), {}).update(parse_overrides([override]))
+        settings.setdefault(mode_named(name, "--set"), {}).update(parse_overrides([override]))
     return settings
 
 
@@ -285,14 +278,7 @@ def _beside(text: str) -> tuple[str, Mode, dict[str, Any]]:
     name, *pairs = text.split()
     if not pairs:
         raise UserError(f'--beside "{text}": give the mode and what differs, for example "ar target_threads=2"')
-    return text, _mode(name, "--beside"), parse_overrides(pairs)
-
-
-def _mode(name: str, where: str) -> Mode:
-    try:
-        return Mode(name.strip())
-    except ValueError:
-        raise UserError(f"{where}: {unknown_name('mode', name, [mode.value for mode in Mode])}") from None
+    return text, mode_named(name, "--beside"), parse_overrides(pairs)
 
 
 def _check_one_target(runs: Sequence[Run]) -> None:

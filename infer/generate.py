@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drafters.errors import EXIT_INTERRUPTED, UserError, run_command
-from drafters.settings import load_settings
-from infer.config import EngineSettings, Mode
+from infer.config import Mode
 from infer.console import Parser, interruptible, loading, note
+from infer.recipe import load_engine_settings
 
 if TYPE_CHECKING:
     from infer.engine import Engine
@@ -52,7 +52,7 @@ class Answer(NamedTuple):
 def main(argv: list[str]) -> int:
     """The command."""
     options = parse(argv)
-    settings = load_settings(EngineSettings, options.recipe, options.overrides)
+    settings = load_engine_settings(options.recipe, Mode(options.mode), options.overrides)
     from infer.launch import launch
     from infer.request import SamplingParams
 

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from drafters.errors import run_command
-from drafters.settings import load_settings
-from infer.config import EngineSettings, Mode
+from infer.config import Mode
 from infer.console import Parser, loading, note
+from infer.recipe import load_engine_settings
 from infer.server.http import listen, run_server, url_of
 
 DESCRIPTION = """\
@@ -24,7 +24,7 @@ EXAMPLES = """\
 def main(argv: list[str]) -> int:
     """The command."""
     options = parse(argv)
-    settings = load_settings(EngineSettings, options.recipe, options.overrides)
+    settings = load_engine_settings(options.recipe, Mode(options.mode), options.overrides)
     listener = listen(options.host, options.port)
     from infer.launch import launch
     from infer.server.app import create_app

@@ -214,14 +214,15 @@ def test_the_modes_take_turns_and_who_goes_first_rotates() -> None:
     assert [[answer.prompt_ids for answer in run.answers] for run in measured] == [[(0,), (1,), (2,), (3,)]] * 3
 
 
-def test_ctrl_c_keeps_the_prompts_that_every_mode_has_answered() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_keeps_the_prompts_that_every_mode_has_answered(number: signal.Signals) -> None:
     log: list[str] = []
     steps: list[int] = []
 
     def interrupt_in_the_second_prompt() -> None:
         steps.append(1)
         if len(steps) == 3:  # two steps a prompt
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     with evaluate.interruptible() as interrupt:
         measured = measured_by([FakeEngine("a", log), FakeEngine("b", log, interrupt_in_the_second_prompt)], interrupt)

@@ -13,6 +13,7 @@ import pytest
 from data.render import render_prompt
 from drafters.errors import run_command
 from infer import generate
+from infer.config import EngineSettings
 from tests.cpu.infer.recipe import target_of, write_recipe
 
 
@@ -165,4 +166,4 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
         generate.main(["--help"])
     assert exit_.value.code == 0
     text = capsys.readouterr().out
-    assert all(f"\n  {name}" in text for name in generate.EngineSettings.model_fields)
+    assert all(f"\n  {name}" in text for name in EngineSettings.model_fields)
