@@ -5,33 +5,20 @@ The page is one file: the plots stand in it as SVG, and nothing is fetched.
 
 from __future__ import annotations
 
-import html
-import io
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from drafters.errors import UserError, run_command
+from drafters.pages import cards, number, page, percent, plot, section, table, text
 from infer.console import Parser
 
 COLOURS = {"ar": "#8a8f98", "sd": "#2a78b8", "ssd": "#d9541e"}
 PARTS = (("verify", "verification", "#2a78b8"), ("drafting", "standing still for the drafter", "#d9541e"), ("other", "the rest", "#c9ccd1"))
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1d2127; background: #fff; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; margin-bottom: 0; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem; }
-.sub, .note { color: #5b626c; } .note { font-size: .9rem; max-width: 46rem; }
-.cards { display: flex; flex-wrap: wrap; gap: 1rem; margin: 1.2rem 0; }
-.card { border: 1px solid #dfe2e6; border-radius: .5rem; padding: .7rem 1.1rem; } .card b { font-size: 1.7rem; display: block; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #e7e9ec; white-space: nowrap; }
-th { font-weight: 600; font-size: .85rem; } th:first-child, td:first-child { text-align: left; }
-svg { max-width: 100%; height: auto; } dt { font-weight: 600; } dd { margin: 0 0 .5rem 0; } code { background: #f3f4f6; padding: 0 .25rem; }
-"""
 GLOSSARY = (
     ("ar, sd, ssd", "The target alone; target and drafter in turns; both at once, the drafter preparing for the outcomes it expects."),
     ("tokens/s", "Decoding speed: tokens after each answer's first, over the time they took. The forward of the prompt is left out."),
@@ -83,13 +70,12 @@ def render_page(results: Mapping[str, Any], plots: Mapping[str, str | None]) -> 
         f"{results['runs'][0]['prompts']} prompts, {how}, at most {arguments['max_new_tokens']} new tokens, {settings['dtype']}, "
         f"{machine['cpu']}, torch {machine['torch']}, transformers {machine['transformers']}"
     )
-    parts = [f"<h1>{_text(title)}</h1><p class='sub'>{_text(subtitle)}</p>", _headline(results), _section("Modes", _runs_table(results))]
+    parts = [_headline(results), section("Modes", _runs_table(results))]
     for name, heading, note in SECTIONS:
         if plots.get(name):
-            parts.append(_section(heading, f"<p class='note'>{_text(note)}</p>{plots[name]}"))
+            parts.append(section(heading, plots[name] or "", note))
     parts += [_prediction(results), _agreement(results), _settings_table(results), _glossary()]
-    head = f"<meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>{_text(title)}</title><style>{STYLE}</style>"
-    return f"<!doctype html>\n<html lang='en'><head>{head}</head><body>\n{chr(10).join(filter(None, parts))}\n</body></html>\n"
+    return page(title, subtitle, parts)
 
 
 def speed_plot(results: Mapping[str, Any]) -> str | None:
@@ -111,7 +97,7 @@ def speed_plot(results: Mapping[str, Any]) -> str | None:
         axes.set_xlim(right=1.15 * max(high for _, high in ends))
         axes.set_xlabel("tokens per second")
 
-    return _plot(draw, height=0.8 + 0.5 * len(runs)) if runs else None
+    return plot(draw, height=0.8 + 0.5 * len(runs)) if runs else None
 
 
 def acceptance_plot(results: Mapping[str, Any]) -> str | None:
@@ -119,10 +105,10 @@ def acceptance_plot(results: Mapping[str, Any]) -> str | None:
     runs = [run for run in results["runs"] if any(rate is not None for rate in run["acceptance_by_position"])]
 
     def draw(axes: Axes) -> None:
-        for number, run in enumerate(runs):
+        for place, run in enumerate(runs):
             points = [(j, rate) for j, rate in enumerate(run["acceptance_by_position"], start=1) if rate is not None]
             style = "-" if run["label"] == run["mode"] else "--"
-            axes.plot(*zip(*points, strict=True), style, marker="o", color=COLOURS[run["mode"]], label=run["label"], alpha=1 - 0.1 * number)
+            axes.plot(*zip(*points, strict=True), style, marker="o", color=COLOURS[run["mode"]], label=run["label"], alpha=1 - 0.1 * place)
         longest = max(len(run["acceptance_by_position"]) for run in runs)
         axes.set_xticks(range(1, longest + 1))
         axes.set_ylim(0, 1)
@@ -130,7 +116,7 @@ def acceptance_plot(results: Mapping[str, Any]) -> str | None:
         axes.set_ylabel("accepted, if those before were")
         axes.legend(frameon=False)
 
-    return _plot(draw) if runs else None
+    return plot(draw) if runs else None
 
 
 def hit_plot(results: Mapping[str, Any]) -> str | None:
@@ -150,7 +136,7 @@ def hit_plot(results: Mapping[str, Any]) -> str | None:
         axes.set_xlabel("tokens per round (dotted: the target alone)")
         axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 
-    return _plot(draw, height=1.2 + 0.6 * len(runs)) if runs else None
+    return plot(draw, height=1.2 + 0.6 * len(runs)) if runs else None
 
 
 def round_plot(results: Mapping[str, Any]) -> str | None:
@@ -171,7 +157,7 @@ def round_plot(results: Mapping[str, Any]) -> str | None:
         axes.set_xlabel("milliseconds of a mean round")
         axes.figure.legend(frameon=False, loc="outside lower center", ncols=3)
 
-    return _plot(draw, height=1.3 + 0.5 * len(runs)) if runs else None
+    return plot(draw, height=1.3 + 0.5 * len(runs)) if runs else None
 
 
 PLOTS: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
@@ -200,17 +186,6 @@ SECTIONS = (
 )
 
 
-def _plot(draw: Callable[[Axes], None], height: float = 3.2) -> str:
-    figure = Figure(figsize=(8, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    draw(axes)
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    svg = buffer.getvalue()
-    return svg[svg.index("<svg") :]
-
-
 def _tick(run: Mapping[str, Any]) -> str:
     return run["label"].replace(" ", "\n")
 
@@ -218,12 +193,11 @@ def _tick(run: Mapping[str, Any]) -> str:
 def _headline(results: Mapping[str, Any]) -> str:
     names = {"ssd/ar": "ssd over the target alone", "ssd/sd": "ssd over sd", "sd/ar": "sd over the target alone"}
     names["ar/transformers"] = "the target alone over transformers' generate"
-    cards = []
+    entries = []
     for name, interval in results["ratio_intervals"].items():
         if interval:
-            between = f"{interval['low']:.2f} to {interval['high']:.2f}"
-            cards.append(f"<div class='card'><b>{interval['value']:.2f}x</b>{names[name]}<br><span class='sub'>{between}</span></div>")
-    return f"<div class='cards'>{''.join(cards)}</div>" if cards else ""
+            entries.append((f"{interval['value']:.2f}x", names[name], f"{interval['low']:.2f} to {interval['high']:.2f}"))
+    return cards(entries)
 
 
 def _runs_table(results: Mapping[str, Any]) -> str:
@@ -232,12 +206,12 @@ def _runs_table(results: Mapping[str, Any]) -> str:
     rows = []
     for run in results["runs"]:
         spreads = [(run[name] or {}).get(part) for name in ("verify_ms", "draft_ms", "wait_ms") for part in ("p50", "p90")]
-        row = [run["label"], _number(run["tokens_per_second"], 1), _number(run["tokens_per_round"], 2), _percent(run["hit_rate"])]
-        row += [_number(run["tokens_per_round_hit"], 2), _number(run["tokens_per_round_miss"], 2), _percent(run["hidden"])]
-        row += [_number(value, 1) for value in spreads]
-        row += [str(run["new_tokens"]), _number(run["prefill_seconds"], 1), _number(run["seconds"], 1)]
+        row = [run["label"], number(run["tokens_per_second"], 1), number(run["tokens_per_round"], 2), percent(run["hit_rate"])]
+        row += [number(run["tokens_per_round_hit"], 2), number(run["tokens_per_round_miss"], 2), percent(run["hidden"])]
+        row += [number(value, 1) for value in spreads]
+        row += [str(run["new_tokens"]), number(run["prefill_seconds"], 1), number(run["seconds"], 1)]
         rows.append(row)
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _prediction(results: Mapping[str, Any]) -> str:
@@ -245,12 +219,12 @@ def _prediction(results: Mapping[str, Any]) -> str:
     if not prediction:
         return ""
     rows = [
-        [name, _number(entry["predicted"], 2), _number(entry["measured"], 2), _percent(entry["share"])]
+        [name, number(entry["predicted"], 2), number(entry["measured"], 2), percent(entry["share"])]
         for name, entry in prediction["ratios"].items()
     ]
     times = ", ".join(f"{name} {value:.1f} ms" for name, value in prediction["times_ms"].items())
-    note = f"<p class='note'>What the measured times and tokens per round should give if nothing else cost time. Times: {_text(times)}.</p>"
-    return _section("Predicted and measured", note + _table(["", "predicted", "measured", "measured / predicted"], rows))
+    note = f"What the measured times and tokens per round should give if nothing else cost time. Times: {times}."
+    return section("Predicted and measured", table(["", "predicted", "measured", "measured / predicted"], rows), note)
 
 
 def _agreement(results: Mapping[str, Any]) -> str:
@@ -265,44 +239,22 @@ def _agreement(results: Mapping[str, Any]) -> str:
         "All modes choose the target's likeliest token. In float32 they agree to the token. In bfloat16 forwards of different widths round "
         "differently, so answers may part where two tokens are nearly equally likely: the margin is the distance of their logits."
     )
-    return _section("Same tokens", f"<p class='note'>{note}</p>" + _table(["", "equal answers", "largest margin at a parting"], rows))
+    return section("Same tokens", table(["", "equal answers", "largest margin at a parting"], rows), note)
 
 
 def _settings_table(results: Mapping[str, Any]) -> str:
     names = list(results["runs"][0]["settings"])
     rows = [[name, *(_shown(run["settings"][name]) for run in results["runs"])] for name in names]
-    return _section("Settings", _table(["", *(run["label"] for run in results["runs"])], rows))
+    return section("Settings", table(["", *(run["label"] for run in results["runs"])], rows))
 
 
 def _glossary() -> str:
-    entries = "".join(f"<dt>{_text(term)}</dt><dd>{_text(meaning)}</dd>" for term, meaning in GLOSSARY)
-    return _section("How to read this", f"<dl>{entries}</dl>")
-
-
-def _section(heading: str, body: str) -> str:
-    return f"<h2>{_text(heading)}</h2>\n{body}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{_text(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<div class='scroll'><table><tr>{top}</tr>{body}</table></div>"
+    entries = "".join(f"<dt>{text(term)}</dt><dd>{text(meaning)}</dd>" for term, meaning in GLOSSARY)
+    return section("How to read this", f"<dl>{entries}</dl>")
 
 
 def _shown(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.0%}"
-
-
-def _text(text: str) -> str:
-    return html.escape(text)
 
 
 if __name__ == "__main__":

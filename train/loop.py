@@ -15,9 +15,11 @@ from train.export import write_drafter
 from train.heldout import Figures, measure
 from train.metrics import Metrics
 from train.prepare import Prepared
+from train.report import write_report
 from train.run import Run, check_batch, make_objective, make_optimizer, resume
 from train.state import Progress, StopRequest, save_state
 from train.step import train_step
+from train.throughput import Meter
 
 BEST, FINAL = "best-eagle3", "final-eagle3"
 
@@ -32,8 +34,9 @@ def train(settings: TrainSettings, prepared: Prepared, console: Console) -> Path
     optimizer = make_optimizer(settings, objective)
     progress = resume(Path(settings.output), objective, optimizer, prepared.key, console)
     model, stepper = accelerator.prepare(objective, optimizer)
-    metrics = Metrics(settings, Path(settings.output), accelerator.is_main_process)
-    run = Run(settings, prepared, console, accelerator, objective, model, stepper, metrics)
+    metrics = Metrics(settings, Path(settings.output), accelerator.is_main_process, console.say)
+    meter = Meter(objective.drafter.config, settings.curriculum, accelerator.device, objective.dtype)
+    run = Run(settings, prepared, console, accelerator, objective, model, stepper, metrics, meter)
     deadline = math.inf if settings.minutes is None else time.monotonic() + 60 * settings.minutes
     figures: Figures | None = None
     with StopRequest() as stop:
@@ -86,6 +89,8 @@ def finish(run: Run, progress: Progress, figures: Figures | None) -> None:
     elif run.accelerator.is_main_process:
         run.console.say(f"{run.output} has all {progress.step} steps; raise the curriculum's steps to train on")
     run.metrics.close()
+    if run.accelerator.is_main_process:
+        run.console.say(f"report: {write_report(run.output)}")
     run.accelerator.wait_for_everyone()
     run.accelerator.end_training()
 

@@ -17,6 +17,7 @@ from train.metrics import Metrics
 from train.objective import Objective
 from train.prepare import Prepared
 from train.state import Progress, complete_states, load_state
+from train.throughput import Meter
 
 
 class Run(NamedTuple):
@@ -30,6 +31,7 @@ class Run(NamedTuple):
     model: nn.Module
     optimizer: Any
     metrics: Metrics
+    meter: Meter
 
     @property
     def output(self) -> Path:

@@ -15,7 +15,8 @@ from torch import Tensor
 from train.config import Stage, TrainSettings
 from train.features import Features
 from train.losses import depth_weights, loss_scales
-from train.objective import Anchors, choose_anchors, count
+from train.objective import Anchors, Counts, choose_anchors, count
+from train.plan import Forward
 from train.prepare import Prepared
 from train.run import Run
 from train.schedule import learning_rate, rows_of_step
@@ -57,9 +58,10 @@ def train_step(run: Run, step: int, wants_stop: bool) -> StepResult:
     tokens = sum(int((batch.features.document_ids > 0).sum()) for batch in batches) * accelerator.num_processes
     seconds = time.monotonic() - started
     values.update(depth=stage.depth, lr=lr, grad_norm=norm, predictions=int(sum(computed)), tokens_per_second=tokens / seconds)
+    values["utilisation"] = run.meter.share(step, [forward_of(*pair) for pair in zip(batches, counts, strict=True)], seconds)
     run.metrics.write({"step": step + 1, **values})
     note = f"depth {stage.depth} loss {values['loss']:.3f} top-1 {values['accuracy'][0]:.2f} .. {values['accuracy'][-1]:.2f}"
-    run.console.show("training", step + 1, settings.total_steps, note)
+    run.console.show("training", step + 1, settings.total_steps, note, run.meter.left(step + 1))
     return StepResult(values, bool(reduced[0, -1] > 0))
 
 
@@ -91,6 +93,13 @@ def step_batches(settings: TrainSettings, prepared: Prepared, stage: Stage, step
         keys = [f"{settings.seed} {step} {place}" for place in mine]
         result.append(MicroBatch(features, choose_anchors(features, stage.anchors_per_row, keys)))
     return result
+
+
+def forward_of(batch: MicroBatch, counts: Counts) -> Forward:
+    """The sizes of a micro-batch's work."""
+    rows, length = batch.features.token_ids.shape
+    teacher = int((batch.features.turn_ids[:, 1:] > 0).sum())
+    return Forward(rows, length, batch.anchors.places.shape[1], tuple(int(number) for number in counts.sampled.tolist()), teacher)
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:

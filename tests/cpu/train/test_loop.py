@@ -109,6 +109,9 @@ def test_the_result_is_a_drafter_with_a_card(place: Path) -> None:
     assert len(card.heldout["accuracy"]) == 7 and card.heldout["lagged"][0]["budget"] == 6
     first, *_, last = losses(place / "card")
     assert last < first
+    step = json.loads((place / "card" / "metrics.jsonl").read_text().splitlines()[1])
+    assert 0 < step["utilisation"] < 1 and step["tokens_per_second"] > 0 and step["grad_norm"] > 0
+    assert "<h2>Held-out: by depth</h2>" in (place / "card" / "report.html").read_text()
 
 
 def test_going_on_from_a_drafter(place: Path) -> None:

@@ -1,0 +1,63 @@
+"""The plan's formulas against what torch counts: parameters, supervised predictions, FLOPs of a real forward and backward pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from drafters.eagle3_ssd.model import Eagle3Drafter
+from tests.cpu.train.small import DRAFT_VOCAB, HIDDEN, TWO_ROWS, packed, small_config, small_drafter
+from train.config import LossSettings
+from train.features import Features
+from train.objective import Anchors, Objective, choose_anchors, count
+from train.plan import Forward, flops, forwards, parameters, predictions, products
+
+TURNS = [[4, 5], [2, 4]]  # the turns of TWO_ROWS
+LENGTH = 14
+
+
+def batch(depth: int, anchors_per_row: int | None = None) -> tuple[Features, Anchors, Forward]:
+    """Packed rows, anchors, and the plan's description of both."""
+    features = packed(TWO_ROWS, LENGTH)
+    anchors = choose_anchors(features, anchors_per_row, ["a", "b"])
+    sampled = tuple(int(number) for number in count(features, anchors, depth).sampled)
+    return features, anchors, Forward(2, LENGTH, anchors.places.shape[1], sampled, int((features.turn_ids > 0).sum()))
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_parameters_are_the_models(layers: int) -> None:
+    with torch.device("meta"):
+        model = Eagle3Drafter(small_config(layers))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert parameters(small_config(layers)) == (trained, sum(p.numel() for p in model.parameters()) - trained)
+
+
+def test_predictions_are_those_that_training_supervises() -> None:
+    features, anchors, forward = batch(depth=3)
+    assert forward.predictions == tuple(sum(predictions(turns, d) for turns in TURNS) for d in range(4))
+    assert [forward] == forwards(TURNS, LENGTH, 3, None, 8)
+
+
+def test_sampled_anchors_are_counted_as_expected() -> None:
+    cut = forwards([[10], [4, 10]], 32, 2, 4, rows_per_forward=2)[0]
+    assert cut.anchors == 4 and cut.predictions == (9 + 3 + 9, 4 + 4, round(4 * 7 / 8 + 4 * 8 / 10))
+    uneven = forwards([[10], [4], [6]], 32, 1, None, rows_per_forward=2)
+    assert [(f.rows, f.anchors) for f in uneven] == [(2, 8), (1, 4)]
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_flops_are_what_torch_counts(layers: int) -> None:
+    """Forward and backward of the objective, the head's included. Torch does not count fused attention on a CPU (the first step's)."""
+    features, anchors, forward = batch(depth=3)
+    objective = Objective(small_drafter(layers), torch.randn(DRAFT_VOCAB, HIDDEN), LossSettings(), torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        loss, _ = objective(features, anchors, 3, [1.0] * 4)
+        loss.backward()
+    counted = counter.get_flop_counts()["Global"]
+    planned = products(objective.drafter.config, forward)
+    plain = [p for p in planned if p.batch == 1]
+    batched = [p for p in planned if p.batch not in (1, 2 * 4)]  # 2 rows of 4 heads: the first step's
+    assert counted[torch.ops.aten.mm] == flops(plain)
+    # with one own key einsum multiplies and sums: not a product to the counter
+    assert counted[torch.ops.aten.bmm] == flops(batched) - flops(p for p in batched if p.name.startswith("own scores") and 1 in p[1:4])
