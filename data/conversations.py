@@ -15,49 +15,44 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from data.manifest import MANIFEST_NAME
-from drafters.errors import UserError
+from data.messages import DataError, Message, Tool, to_message, to_tools
 
-Message = dict[str, str]
-
-ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-}
 SUFFIXES = (".jsonl", ".json", ".parquet")
 LAYOUTS = "'messages' (role, content), 'conversations' (from, value) or 'prompt'"
 HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<split>\w+))?")
 
 
-class DataError(UserError):
-    """Input data that cannot be used. The message names the file, the line and the remedy."""
-
-
 class Conversation(NamedTuple):
-    """One chat. `messages` have the keys `role` (system, user, assistant) and `content`.
+    """One chat. `messages` have the keys `role` (system, user, assistant, tool) and `content`, and those of `data.messages`.
 
     `truncated` says that the last answer was cut by a length limit, so it has no end of turn. `source` is `file:line`
-    (for Parquet and hub data the number of the row, from 1).
+    (for Parquet and hub data the number of the row, from 1). `tools` are what the assistant could call.
     """
 
     id: str
     messages: tuple[Message, ...]
     truncated: bool
     source: str
+    tools: tuple[Tool, ...] = ()
 
 
-def read_conversations(spec: str | Path, limit: int | None = None) -> list[Conversation]:
+def read_conversations(spec: str | Path, limit: int | None = None, rejected: list[str] | None = None) -> list[Conversation]:
     """Read at most `limit` conversations from a file, from a directory of files, or from the hub.
 
     `spec` is a `.jsonl`, `.json` or `.parquet` file, a directory that holds such files (read in the order of their names),
     or a hub data set, `owner/name` or `owner/name:split` (split `train` unless given).
-    Raises `DataError` where the source is missing or empty, or a row is in no known layout.
+    Raises `DataError` where the source is missing or empty, or a row is in no known layout; with a list `rejected`, such rows
+    are left out, and the list gets a line about each.
     """
-    conversations = [_to_conversation(row, source) for row, source in islice(_rows(spec), limit)]
-    if not conversations and limit != 0:
+    conversations = []
+    for row, source in islice(_rows(spec), limit):
+        try:
+            conversations.append(_to_conversation(row, source))
+        except DataError as error:
+            if rejected is None:
+                raise
+            rejected.append(str(error))
+    if not conversations and not rejected and limit != 0:
         raise DataError(f"{spec} holds no rows: it needs rows with {LAYOUTS}")
     return conversations
 
@@ -186,33 +181,12 @@ def _to_conversation(row: Any, source: str) -> Conversation:
         raise DataError(f"{source}: the row is in no known layout (it has {keys}); it needs a non-empty {LAYOUTS}")
     if not isinstance(turns, list):
         raise DataError(f"{source}: the messages are a {type(turns).__name__}; they have to be a list")
-    messages = tuple(_to_message(turn, f"{source}: message {number}") for number, turn in enumerate(turns, start=1))
+    messages = tuple(to_message(turn, f"{source}: message {number}") for number, turn in enumerate(turns, start=1))
     identity = row.get("id")
     return Conversation(
         id=source if identity is None else str(identity),
         messages=messages,
         truncated=row.get("finish_reason") == "length",
         source=source,
+        tools=to_tools(row.get("tools"), source),
     )
-
-
-def _to_message(turn: Any, where: str) -> Message:
-    if not isinstance(turn, Mapping):
-        raise DataError(f"{where} is a {type(turn).__name__}; it has to be an object with role and content (or from and value)")
-    role = turn.get("role", turn.get("from"))
-    content = turn.get("content", turn.get("value"))
-    if not isinstance(role, str) or role not in ROLES:
-        raise DataError(f"{where} has the role {role!r}; known roles: {', '.join(ROLES)}")
-    if not isinstance(content, str):
-        raise DataError(f"{where} has content of type {type(content).__name__}; it has to be a string: leave out tool calls and images")
-    if not _is_unicode(content):
-        raise DataError(f"{where} holds half of a surrogate pair, which is no text; remove the \\ud800-\\udfff escape")
-    return {"role": ROLES[role], "content": content}
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

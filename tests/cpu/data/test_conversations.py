@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.conversations import Conversation, DataError, read_conversations
+from data.messages import stored
 
 CHAT = (
     {"role": "system", "content": "Be brief."},
@@ -48,6 +49,53 @@ def test_every_layout_in_every_file_type_reads_the_same(tmp_path: Path, row: dic
 def test_prompt_rows_become_one_question(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "p.jsonl", {"prompt": "Hello?"})
     assert read_conversations(path) == [Conversation(f"{path}:1", ({"role": "user", "content": "Hello?"},), False, f"{path}:1")]
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Lima"}}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+WITH_TOOLS = (
+    {"role": "user", "content": "Rain?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL], "reasoning_content": "hm"},
+    {"role": "tool", "content": "no", "tool_call_id": "c1"},
+    {"role": "assistant", "content": "It is dry.", "weight": 0},
+)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_tools_thinking_and_weights_read_the_same_from_every_layout(tmp_path: Path, kind: str) -> None:
+    """Arguments as an object or as JSON, calls and tools as lists or as JSON, content parts, and the empty fields of Parquet."""
+    as_json = CALL | {"function": {"name": "weather", "arguments": '{"city": "Lima"}'}}
+    asks = {"role": "user", "content": [{"type": "text", "text": "Ra"}, {"type": "text", "text": "in?"}]}
+    calls = {"role": "assistant", "content": None, "tool_calls": [as_json], "reasoning": "hm"}
+    expected = [Conversation("a", WITH_TOOLS, False, "c:1", (TOOL,))]
+    path = tmp_path / f"c.{kind}"
+    if kind == "parquet":
+        rows = [{"id": "a", "messages": [stored(message) for message in WITH_TOOLS], "tools": json.dumps([TOOL])}]
+        pq.write_table(pa.Table.from_pylist(rows), path)
+        variants = [path]
+    else:
+        other = write_lines(tmp_path / "d.jsonl", {"id": "a", "messages": [asks, calls, *WITH_TOOLS[2:]], "tools": [TOOL["function"]]})
+        variants = [write_lines(path, {"id": "a", "messages": list(WITH_TOOLS), "tools": [TOOL]}), other]
+    for variant in variants:
+        assert [c._replace(source="c:1") for c in read_conversations(variant)] == expected
+
+
+def test_sharegpt_function_calls_become_tool_calls(tmp_path: Path) -> None:
+    turns = [
+        {"from": "human", "value": "Rain?"},
+        {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Lima"}}'},
+        {"from": "observation", "value": "no"},
+    ]
+    (conversation,) = read_conversations(write_lines(tmp_path / "c.jsonl", {"conversations": turns}))
+    assert [m["role"] for m in conversation.messages] == ["user", "assistant", "tool"]
+    assert conversation.messages[1]["tool_calls"] == [{key: CALL[key] for key in ("type", "function")}]
+
+
+def test_rows_in_no_known_form_can_be_collected_in_place_of_an_error(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "c.jsonl", {"prompt": "a"}, {"question": "b"}, {"prompt": "c"})
+    rejected: list[str] = []
+    assert [c.messages[0]["content"] for c in read_conversations(path, rejected=rejected)] == ["a", "c"]
+    assert len(rejected) == 1 and rejected[0].startswith(f"{path}:2: the row is in no known layout")
 
 
 def test_finish_reason_length_marks_a_cut_answer(tmp_path: Path) -> None:
@@ -119,6 +167,14 @@ def test_reading_parquet_leaves_nothing_in_the_cache(tmp_path: Path, monkeypatch
         ('{"messages": [{"role": ["user"], "content": "a"}]}', "message 1 has the role ['user']"),
         ('{"messages": [{"content": "a"}]}', "message 1 has the role None"),
         ('{"prompt": "a\\ud800"}', "half of a surrogate pair"),
+        ('{"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}', "message 1 has a tool call without a name"),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}',
+            "calls f with arguments that are no JSON",
+        ),
+        ('{"messages": [{"role": "assistant", "content": "a", "weight": 2}]}', "message 1 has the weight 2"),
+        ('{"prompt": "a", "tools": "{"}', "its tools are no JSON"),
+        ('{"prompt": "a", "tools": [{"type": "function"}]}', "a tool has no name"),
     ],
 )
 def test_a_bad_row_is_reported_with_its_file_and_line(tmp_path: Path, line: str | bytes, complaint: str) -> None:

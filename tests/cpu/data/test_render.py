@@ -9,9 +9,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from data.conversations import Conversation, Message
-from data.render import Example, RenderError, render, render_all, render_prompt, text_of_prompt
+from data.render import Example, Rendered, RenderError, render_all, render_prompt, text_of_prompt
+from data.render import render as render_conversation
 from drafters.errors import UserError
-from tests.tiny import tiny_tokenizer
+from tests.tiny import CHATML, tiny_tokenizer
 
 # The structures of well-known templates, rebuilt with the special tokens of the tiny tokenizer.
 DEFAULT_SYSTEM = (
@@ -49,6 +50,12 @@ def chat(*texts: str, truncated: bool = False, system: str | None = None) -> Con
     head: tuple[Message, ...] = () if system is None else ({"role": "system", "content": system},)
     turns = ({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts))
     return Conversation("c", (*head, *turns), truncated, "chats.jsonl:3")
+
+
+def render(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None) -> Example:
+    """The one example of a conversation."""
+    (example,) = render_conversation(conversation, tokenizer, max_tokens).examples
+    return example
 
 
 def marked(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, str]]:
@@ -150,14 +157,16 @@ def test_prompts_are_prefixes_and_answers_stand_as_written(template: str, texts:
     try:
         example = render(conversation, tokenizer)
     except RenderError as error:
-        assert "empty and cut" in str(error) and truncated and not any(text.strip() for text in texts[1::2])
+        assert "empty and cut" in str(error) and truncated and texts[1:] == [""]
         return
+    if truncated and not texts[-1]:
+        texts = texts[:-2]  # such an answer is left out, the others are not
     for number, index in enumerate(range(1, len(texts), 2), start=1):
         prompt = render_prompt(conversation.messages[:index], tokenizer)
         assert example.token_ids[: len(prompt)] == prompt
         answer = [token for token, turn in zip(example.token_ids, example.turn_ids, strict=True) if turn == number]
         assert example.turn_ids[len(prompt) : len(prompt) + len(answer)] == [number] * len(answer)
-        cut = truncated and index == len(texts) - 1
+        cut = truncated and index == len(conversation.messages) - 1
         assert str(tokenizer.decode(answer, skip_special_tokens=True)).strip() == texts[index].strip()
         assert sum(token in (0, 2) for token in answer) == (0 if cut else 1)
     if not truncated:
@@ -194,19 +203,23 @@ def test_no_token_lies_across_the_start_of_an_answer(trim_offsets: bool) -> None
         assert example.token_ids[: len(prompt)] == prompt
 
 
-def test_rewritten_past_answers_are_context_only() -> None:
+def test_an_answer_that_later_loses_its_thinking_has_an_example_of_its_own() -> None:
     tokenizer = tiny_tokenizer(STRIPS_THINKING)
-    example = render(chat("Q", "<think>a</think>A", "R", "<think>b</think>B"), tokenizer)
-    spans = [(turn, text) for turn, text in marked(example, tokenizer) if turn]
-    assert spans == [(2, "<think>b</think>B<|im_end|>")]
+    first, second = render_conversation(chat("Q", "<think>a</think>A", "R", "<think>b</think>B"), tokenizer).examples
+    assert [(turn, text) for turn, text in marked(first, tokenizer) if turn] == [(1, "<think>a</think>A<|im_end|>")]
+    assert [(turn, text) for turn, text in marked(second, tokenizer) if turn] == [(2, "<think>b</think>B<|im_end|>")]
+    assert "<|im_start|>assistant\nA<|im_end|>" in marked(second, tokenizer)[0][1]
     plain = render(chat("Q", "A", "R", "<think>b</think>B"), tokenizer)
     assert [turn for turn, _ in marked(plain, tokenizer) if turn] == [1, 2]
 
 
-def test_a_rewritten_last_answer_is_refused() -> None:
-    template = STRIPS_THINKING.replace(" and not loop.last", "")
-    with pytest.raises(RenderError, match=r"chats\.jsonl:3: .*does not keep the last answer"):
-        render(chat("Q", "<think>a</think>A"), tiny_tokenizer(template))
+def test_a_rewritten_answer_is_refused_alone() -> None:
+    tokenizer = tiny_tokenizer(CHATML.replace("m['content']", "m['content'] | replace('x', 'y')"))
+    with pytest.raises(RenderError, match=r"chats\.jsonl:3: .*does not keep the answer as it was written"):
+        render(chat("Q", "axb"), tokenizer)
+    rendered = render_conversation(chat("Q", "axb", "R", "B"), tokenizer)
+    assert [turn for turn, _ in marked(rendered.examples[0], tokenizer) if turn] == [2]
+    assert len(rendered.skipped) == 1 and "answer 1: the target's chat template does not keep" in rendered.skipped[0]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +249,11 @@ def test_max_tokens_cuts_and_refuses_where_no_answer_is_left() -> None:
 
 def test_render_all_keeps_the_reasons() -> None:
     rendered = render_all([chat("Q", "A"), chat("Q"), chat("R", "B")], tiny_tokenizer())
-    assert rendered.examples == [render(chat("Q", "A"), tiny_tokenizer()), render(chat("R", "B"), tiny_tokenizer())]
+    assert isinstance(rendered, Rendered) and not rendered.skipped
+    assert rendered.examples == [
+        render(chat("Q", "A"), tiny_tokenizer()),
+        render(chat("R", "B"), tiny_tokenizer()),
+    ]
     assert len(rendered.rejected) == 1 and rendered.rejected[0].startswith("chats.jsonl:3: no assistant turn")
 
 
