@@ -8,13 +8,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from drafters.errors import UserError
 from drafters.settings import Settings, build_settings
+from drafters.template import TemplateOptions, differences
+
+if TYPE_CHECKING:
+    from drafters.targets import TargetFacts
 
 MANIFEST_NAME = "manifest.json"
 
@@ -47,6 +52,7 @@ class Manifest(Settings):
     target_weight_hash: str
     tokenizer_hash: str
     template_hash: str
+    template_options: dict[str, Any] = Field(default_factory=dict)
     sampling: Sampling
     seed: int
     prompt_source: str
@@ -103,3 +109,26 @@ def check_files(directory: Path, manifest: Manifest) -> None:
             raise UserError(
                 f"{path} has SHA-256 {found[:12]}..., {MANIFEST_NAME} says {expected[:12]}...: restore it or make the data set again"
             )
+
+
+def provenance(paths: Sequence[str], facts: TargetFacts, options: TemplateOptions) -> list[str]:
+    """What speaks against learning from the data sets `paths` for this target: one line for each thing that does not fit.
+
+    A drafter that learns from another model's words, or from another thinking mode, drafts badly, and no loss shows it.
+    """
+    lines = []
+    for path in paths:
+        if not (Path(path) / MANIFEST_NAME).is_file():
+            lines.append(f"{path} has no {MANIFEST_NAME}: make sure that {facts.name} itself wrote its answers (python -m data.synthesize)")
+            continue
+        manifest = read_manifest(Path(path))
+        for what, made, asked in (
+            ("target weights", manifest.target_weight_hash, facts.weight_hash),
+            ("a tokenizer", manifest.tokenizer_hash, facts.tokenizer_hash),
+            ("a chat template", manifest.template_hash, facts.template_hash),
+        ):
+            if made != asked:
+                lines.append(f"{path} was written with {what} of hash {made} ({manifest.target}), {facts.name} has {asked}")
+        for difference in differences(manifest.template_options, options.recorded()):
+            lines.append(f"{path} was written with other chat template options: data.template.{difference}")
+    return lines

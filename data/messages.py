@@ -69,7 +69,7 @@ def to_tools(value: Any, where: str) -> tuple[Tool, ...]:
     return tuple(_to_tool(tool, where) for tool in _from_json(value, f"{where}: its tools"))
 
 
-def plain(message: Message) -> bool:
+def plain(message: Mapping[str, Any]) -> bool:
     """Whether role and content are all there is to it."""
     return not message.get("reasoning_content") and not message.get("tool_calls")
 

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from drafters.settings import Settings
+from drafters.template import TemplateOptions
 
 
 class Mode(StrEnum):
@@ -34,6 +35,7 @@ class EngineSettings(Settings):
     fallback_lookahead: int | None = Field(default=None, ge=1, le=32, description="tokens jit drafts after a miss (default: lookahead)")
     refresh: int = Field(default=0, ge=0, description="extra passes that renew the features of tokens in flight, 0..K (ssd)")
     saguaro_c: float = Field(default=1.0, gt=0, le=1, description="Saguaro's C: below 1 trades acceptance for hits when sampling (ssd)")
+    template: TemplateOptions = Field(default=TemplateOptions(), description="of the chat template, such as template.enable_thinking=false")
     batch_size: int = Field(default=1, ge=1, description="requests decoded at once")
     max_model_len: int = Field(default=2048, ge=16, description="longest request, prompt and answer together, in tokens")
     kv_tokens: int | None = Field(default=None, ge=16, description="size of the KV pool in tokens (default: batch_size * max_model_len)")

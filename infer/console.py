@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from drafters.errors import CommandParser, unknown_name
+from drafters.settings import Settings
 from infer.config import EngineSettings
 
 stderr = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -87,6 +88,6 @@ def settings_help() -> str:
     lines = ["settings (in the recipe, or as key=value on the command line):"]
     for name, field in EngineSettings.model_fields.items():
         value = ",".join(field.default) if isinstance(field.default, tuple) else field.default
-        default = "" if field.is_required() or value is None else f" [{value}]"
+        default = "" if field.is_required() or value is None or isinstance(value, Settings) else f" [{value}]"
         lines.append(f"  {name}{default}".ljust(28) + (field.description or ""))
     return "\n".join(line.rstrip() for line in lines)

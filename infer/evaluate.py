@@ -15,6 +15,7 @@ from rich.table import Table
 
 from drafters.errors import EXIT_INTERRUPTED, UserError, run_command
 from drafters.settings import parse_overrides
+from drafters.template import TemplateOptions
 from infer.config import BASELINE, EngineSettings, Mode
 from infer.console import Interrupt, Parser, interruptible, loading, progress_bar
 from infer.recipe import mode_named, read_recipe
@@ -73,7 +74,8 @@ def main(argv: list[str]) -> int:
     with loading(f"loading {runs[0].settings.target} ..."):
         device = str(device_of(runs[0].settings.target_devices))
         target = load_target(runs[0].settings.target, runs[0].settings.dtype, device)
-    questions = render_questions(prompts, target, min(run.settings.max_model_len for run in runs), params.max_new_tokens)
+    max_model_len = min(run.settings.max_model_len for run in runs)
+    questions = render_questions(prompts, target, runs[0].settings.template, max_model_len, params.max_new_tokens)
     with interruptible() as interrupt:
         measured = measure_all(runs, target, questions, params, interrupt)
     if not measured[0].answers:
@@ -130,11 +132,13 @@ def plan_runs(options: argparse.Namespace) -> list[Run]:
     return runs
 
 
-def render_questions(prompts: Sequence[Any], target: Target, max_model_len: int, max_new_tokens: int) -> list[Question]:
+def render_questions(
+    prompts: Sequence[Any], target: Target, template: TemplateOptions, max_model_len: int, max_new_tokens: int
+) -> list[Question]:
     """All prompts in the target's template. Raises `UserError` for one that leaves no room for an answer, before anything is measured."""
     from data.render import render_prompt
 
-    questions = [Question(prompt.id, render_prompt(prompt.messages, target.tokenizer)) for prompt in prompts]
+    questions = [Question(prompt.id, render_prompt(prompt.messages, target.tokenizer, template)) for prompt in prompts]
     for question in questions:
         if len(question.token_ids) >= max_model_len:
             length = len(question.token_ids)

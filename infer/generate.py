@@ -102,7 +102,7 @@ def complete(engine: Engine, messages: Sequence[Message], params: SamplingParams
         pieces.append(piece)
         on_text(piece)
 
-    request_id = engine.submit(render_prompt(messages, engine.target.tokenizer), params)
+    request_id = engine.submit(render_prompt(messages, engine.target.tokenizer, engine.settings.template), params)
     request: Request | None = None
     with interruptible() as interrupt:
         while engine.has_work and not interrupt:

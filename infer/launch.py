@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from drafters.eagle3_ssd.checkpoint import LoadedDrafter, load_drafter
 from drafters.errors import UserError
 from drafters.targets import DTYPES, Target, load_target
+from drafters.template import differences
 from infer.channel import Channel, DraftGone, LocalChannel, Wire
 from infer.config import EngineSettings, Mode
 from infer.devices import device_of, pin_to_cores
@@ -61,7 +62,10 @@ def _load_drafter(settings: EngineSettings, target: Target) -> LoadedDrafter:
     if settings.drafter is None:
         raise UserError("setting 'drafter' is missing: modes sd and ssd need drafter=DIRECTORY; mode ar works without")
     loaded = load_drafter(settings.drafter, target.facts, target.embed_weight, DTYPES[settings.dtype], target.device)
-    for warning in loaded.warnings:
+    for warning in loaded.warnings + [
+        f"drafter {settings.drafter} was trained with other chat template options (template.{difference}): expect lower acceptance"
+        for difference in differences(loaded.card.template_options, settings.template.recorded())
+    ]:
         print(f"warning: {warning}", file=sys.stderr)
     return loaded
 

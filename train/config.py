@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from drafters.settings import Settings
+from drafters.template import TemplateOptions
 
 
 class DataSettings(Settings):
@@ -16,6 +17,7 @@ class DataSettings(Settings):
     row_length: int = Field(default=512, ge=8, description="tokens of a packed row; longer conversations are cut")
     max_conversations: PositiveInt | None = Field(default=None, description="read at most that many from each path")
     heldout_conversations: PositiveInt = Field(default=48, description="kept out of training, to measure on")
+    template: TemplateOptions = Field(default=TemplateOptions(), description="as serving will ask the chat template")
 
 
 class FeatureSettings(Settings):

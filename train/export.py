@@ -21,6 +21,7 @@ def write_drafter(run: Run, name: str, step: int, figures: Figures) -> None:
         target_weight_hash=facts.weight_hash,
         tokenizer_hash=facts.tokenizer_hash,
         template_hash=facts.template_hash,
+        template_options=settings.data.template.recorded(),
         commit=_commit(),
         data=prepared.data,
         training={"steps": step, **settings.model_dump(mode="json", exclude={"wandb", "output", "features"})},

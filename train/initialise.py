@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -12,34 +13,35 @@ from data.render import Example
 from drafters.eagle3_ssd.checkpoint import load_drafter
 from drafters.eagle3_ssd.config import DrafterConfig, default_taps
 from drafters.eagle3_ssd.model import Eagle3Drafter
-from drafters.eagle3_ssd.vocab import VocabMap
+from drafters.eagle3_ssd.vocab import VocabMap, cached_vocabulary
 from drafters.errors import UserError
 from drafters.targets import Target
 from train.config import DrafterSettings
 
 
 class Start(NamedTuple):
-    """Where training starts from; `notes` are lines for the user."""
+    """Where training starts from; `notes` are lines for the user, `coverage` the draft vocabulary's share of the supervised tokens."""
 
     drafter: Eagle3Drafter
     vocab: VocabMap
     notes: list[str]
+    coverage: float
 
 
-def start(settings: DrafterSettings, target: Target, examples: Sequence[Example], seed: int) -> Start:
-    """The drafter that the settings ask for, in fp32, with the target's embeddings, and its draft vocabulary."""
-    if settings.init not in ("target", "random"):
-        return _from_directory(settings, target)
+def start(settings: DrafterSettings, target: Target, examples: Sequence[Example], seed: int, cache: Path) -> Start:
+    """The drafter that the settings ask for, in fp32, with the target's embeddings, and its draft vocabulary (kept in `cache`)."""
     counts = supervised_counts(examples, target.facts.vocab_size)
-    vocab = VocabMap.by_frequency(counts, settings.draft_vocab_size)
-    covered = float(counts[vocab.draft_to_target].sum() / counts.sum())
+    if settings.init not in ("target", "random"):
+        return _from_directory(settings, target, counts)
+    vocab = cached_vocabulary(counts, settings.draft_vocab_size, target.facts.tokenizer_hash, cache)
+    covered = vocab.coverage(counts)
     notes = [f"draft vocabulary: {len(vocab)} of {len(counts)} tokens cover {covered:.2%} of the supervised tokens"]
     torch.manual_seed(seed)
     drafter = Eagle3Drafter(_config(settings, target))
     drafter.embed_tokens.weight.data.copy_(target.embed_weight)
     if settings.init == "target":
         notes += take_over(drafter, target, vocab)
-    return Start(drafter, vocab, notes)
+    return Start(drafter, vocab, notes, covered)
 
 
 def supervised_counts(examples: Sequence[Example], vocab_size: int) -> Tensor:
@@ -90,7 +92,7 @@ def _copy(own: nn.Module, source: nn.Module, where: str) -> list[str]:
     return notes
 
 
-def _from_directory(settings: DrafterSettings, target: Target) -> Start:
+def _from_directory(settings: DrafterSettings, target: Target, counts_V: Tensor) -> Start:
     loaded = load_drafter(settings.init, target.facts, target.embed_weight, torch.float32)
     found = {"num_hidden_layers": loaded.config.num_hidden_layers, "draft_vocab_size": loaded.config.draft_vocab_size}
     for name, value in found.items():
@@ -98,7 +100,9 @@ def _from_directory(settings: DrafterSettings, target: Target) -> Start:
         if name in settings.model_fields_set and asked != value:
             raise UserError(f"drafter.{name} = {asked}, but drafter.init = {settings.init} has {value}: leave it out or take init 'target'")
     layers, size = found.values()
-    return Start(loaded.model, loaded.vocab, [f"going on from {settings.init}: {layers} layers, draft vocabulary {size}", *loaded.warnings])
+    covered = loaded.vocab.coverage(counts_V)
+    note = f"going on from {settings.init}: {layers} layers, draft vocabulary {size}, which covers {covered:.2%} of the supervised tokens"
+    return Start(loaded.model, loaded.vocab, [note, *loaded.warnings], covered)
 
 
 def _config(settings: DrafterSettings, target: Target) -> DrafterConfig:

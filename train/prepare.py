@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.conversations import Conversation, read_conversations
-from data.manifest import MANIFEST_NAME, read_manifest
+from data.manifest import MANIFEST_NAME, provenance, read_manifest
 from data.pack import PackedRow, pack
 from data.render import Example, render_all
 from drafters.eagle3_ssd.config import default_taps
@@ -41,15 +41,19 @@ def prepare(settings: TrainSettings, device: str, writes: bool, say: Say, show: 
     target = load_target(settings.target, settings.dtype, device, fuse_layers=False)
     conversations = [c for path in settings.data.paths for c in read_conversations(path, settings.data.max_conversations)]
     kept, heldout = split(conversations, settings.data.heldout_conversations)
-    rendered, measured = (render_all(part, target.tokenizer, settings.data.row_length) for part in (kept, heldout))
-    for line in (rendered.rejected + measured.rejected)[:3]:
+    options = settings.data.template
+    for line in provenance(settings.data.paths, target.facts, options):
+        say(f"warning: {line}")
+    rendered, measured = (render_all(part, target.tokenizer, settings.data.row_length, options) for part in (kept, heldout))
+    for line in (rendered.rejected + measured.rejected + rendered.skipped)[:3]:
         say(f"left out: {line}")
     if not rendered.examples or not measured.examples:
         raise UserError(f"data.paths = {list(settings.data.paths)} leave nothing to train or to measure on; give more conversations")
-    first = start(settings.drafter, target, rendered.examples, settings.seed)
+    first = start(settings.drafter, target, rendered.examples, settings.seed, Path(settings.features.directory) / "vocabularies")
     taps = settings.drafter.tap_hidden_states_ids or first.drafter.config.tap_hidden_states_ids or default_taps(len(target.layers))
     rows = [pack(part.examples, settings.data.row_length, settings.seed) for part in (rendered, measured)]
     data = _describe(settings, rendered.examples, len(rendered.rejected) + len(measured.rejected), rows[0])
+    data["draft_vocabulary_coverage"] = first.coverage
     say(f"data: {data['conversations']} conversations, {data['response_tokens']} response tokens in {data['rows']} rows")
     for note in first.notes:
         say(note)

@@ -37,6 +37,7 @@ class DrafterCard(Settings):
     target_weight_hash: str
     tokenizer_hash: str
     template_hash: str
+    template_options: dict[str, Any] = Field(default_factory=dict, description="of `drafters.template`, as training rendered")
     commit: str | None = None
     data: dict[str, Any] = Field(default_factory=dict)
     training: dict[str, Any] = Field(default_factory=dict)

@@ -5,7 +5,12 @@ Shapes: V target vocabulary, Vd draft vocabulary.
 
 from __future__ import annotations
 
+import hashlib
+import os
+from pathlib import Path
+
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters.errors import UserError
@@ -36,6 +41,10 @@ class VocabMap:
             raise UserError(f"draft_vocab_size = {size} is larger than the target's vocabulary of {len(counts_V)}; take at most that")
         most_frequent = torch.sort(counts_V, descending=True, stable=True).indices[:size]
         return cls(most_frequent.sort().values, len(counts_V))
+
+    def coverage(self, counts_V: Tensor) -> float:
+        """The share of the counted tokens that the draft vocabulary holds."""
+        return int(counts_V[self.draft_to_target.to(counts_V.device)].sum()) / int(counts_V.sum())
 
     @classmethod
     def from_offsets(cls, d2t: Tensor, vocab_size: int) -> VocabMap:
@@ -71,3 +80,17 @@ class VocabMap:
     def to(self, device: torch.device | str) -> VocabMap:
         """The same map on another device."""
         return VocabMap(self.draft_to_target.to(device), self.vocab_size)
+
+
+def cached_vocabulary(counts_V: Tensor, size: int, tokenizer_hash: str, directory: Path) -> VocabMap:
+    """`VocabMap.by_frequency`, kept in `directory` under a name that depends on the tokenizer, the data (by its counts) and the size."""
+    content = f"{tokenizer_hash}:{size}:".encode() + counts_V.to("cpu", torch.int64).numpy().tobytes()
+    file = directory / f"draft-vocabulary-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
+    if file.is_file():
+        return VocabMap.from_offsets(load_file(file)["d2t"], len(counts_V))
+    vocab = VocabMap.by_frequency(counts_V, size)
+    directory.mkdir(parents=True, exist_ok=True)
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    save_file({"d2t": vocab.d2t().contiguous()}, beside)
+    beside.replace(file)
+    return vocab

@@ -60,7 +60,7 @@ def create_app(thread: EngineThread, engine: Engine, model_name: str) -> FastAPI
     async def chat_completions(request: Request) -> Response:
         body = parse_body(ChatBody, await request.body())
         try:
-            prompt_ids = render_prompt([message.plain for message in body.messages], engine.target.tokenizer)
+            prompt_ids = render_prompt([message.plain for message in body.messages], engine.target.tokenizer, engine.settings.template)
         except RenderError as error:
             raise ApiError(400, str(error), "messages", "invalid_value") from error
         return await respond(request, body, prompt_ids, body.max_completion_tokens or body.max_tokens)

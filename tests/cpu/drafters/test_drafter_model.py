@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig
@@ -14,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from drafters.eagle3_ssd.align import Slot, num_slots, slot
 from drafters.eagle3_ssd.config import DrafterConfig
 from drafters.eagle3_ssd.model import Eagle3Drafter, RMSNorm, rotary, rotate
-from drafters.eagle3_ssd.vocab import VocabMap
+from drafters.eagle3_ssd.vocab import VocabMap, cached_vocabulary
 from drafters.errors import UserError
 
 CONFIG = DrafterConfig(
@@ -122,6 +125,21 @@ def test_vocabulary_by_frequency_breaks_ties_by_id() -> None:
     vocab = VocabMap.by_frequency(torch.tensor([1, 5, 0, 5, 1, 1]), 3)
     assert vocab.draft_to_target.tolist() == [0, 1, 3]
     assert vocab.d2t().tolist() == [0, 0, 1]
+
+
+def test_a_cached_vocabulary_belongs_to_its_tokenizer_data_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = torch.tensor([1, 5, 0, 5, 1, 1])
+    first = cached_vocabulary(counts, 3, "tokenizer", tmp_path)
+    assert first.draft_to_target.tolist() == [0, 1, 3] and first.coverage(counts) == 11 / 13
+    (file,) = tmp_path.iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(VocabMap, "by_frequency", None)  # read, not chosen again
+        assert cached_vocabulary(counts, 3, "tokenizer", tmp_path).draft_to_target.tolist() == [0, 1, 3]
+    others = [(counts, 2, "tokenizer"), (counts, 3, "another"), (torch.tensor([1, 5, 0, 5, 2, 1]), 3, "tokenizer")]
+    assert [cached_vocabulary(*other, tmp_path).draft_to_target.tolist() for other in others] == [[1, 3], [0, 1, 3], [1, 3, 4]]
+    assert len(list(tmp_path.iterdir())) == 4
+    offsets = load_file(file)["d2t"]
+    assert offsets.tolist() == [0, 0, 1]  # offsets, as everywhere on disk
 
 
 @pytest.mark.parametrize("ids", [[3, 2], [1, 1], [5, 6, 40], [-1, 2], []])

@@ -1,0 +1,55 @@
+"""Options of the chat template reach what serving feeds the target, and a drafter trained with others is warned of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from data.render import render_prompt
+from drafters.eagle3_ssd.card import read_card, write_card
+from drafters.settings import load_settings
+from drafters.template import TemplateOptions
+from infer.config import EngineSettings, Mode
+from infer.generate import complete
+from infer.launch import launch
+from infer.request import SamplingParams
+from infer.server.app import create_app
+from infer.server.driver import EngineThread
+from tests.chat_templates import QWEN3
+from tests.cpu.infer.recipe import target_of, write_recipe
+
+HELLO = [{"role": "user", "content": "hello"}]
+NOT_THINKING = TemplateOptions(enable_thinking=False)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Target and drafter that were made for a template with a thinking mode, the drafter trained without thinking."""
+    path = write_recipe(tmp_path_factory.mktemp("recipe"))
+    (path.parent / "target" / "chat_template.jinja").write_text(QWEN3)
+    drafter = path.parent / "tiny-eagle3"
+    update = {"template_options": {"enable_thinking": False}, "template_hash": target_of(path).facts.template_hash}
+    write_card(drafter, read_card(drafter).model_copy(update=update))
+    return path
+
+
+def test_serving_with_other_options_than_training_warns(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option, warns in (("template.enable_thinking=true", True), ("template.enable_thinking=false", False)):
+        launch(load_settings(EngineSettings, recipe, [option]), Mode.SD, target_of(recipe)).close()
+        assert ("template.enable_thinking was False, is True now): expect lower acceptance" in capsys.readouterr().err) == warns
+
+
+def test_commands_and_server_feed_the_prompt_that_training_rendered(recipe: Path) -> None:
+    settings = load_settings(EngineSettings, recipe, ["template.enable_thinking=false"])
+    target = target_of(recipe)
+    prompt = render_prompt(HELLO, target.tokenizer, NOT_THINKING)
+    assert str(target.tokenizer.decode(prompt)).endswith("assistant\n<think>\n\n</think>\n\n")
+    engine = launch(settings, Mode.AR, target)
+    assert list(complete(engine, HELLO, SamplingParams(2), lambda piece: None).request.prompt_ids) == prompt
+    thread = EngineThread(lambda: engine)
+    with TestClient(create_app(thread, thread.start(), "tiny")) as client:
+        answer = client.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 2}).json()
+    thread.close()
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
