@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafters.eagle3_ssd.config import DrafterConfig
+from infer.kernels import cpu_train
 
 
 class Attend(Protocol):
@@ -46,6 +47,8 @@ def rotary(positions_BS: Tensor, head_dim: int, theta: float) -> Rotary:
 
 def rotate(x_BSXD: Tensor, table: Rotary) -> Tensor:
     """Rotate queries or keys by their positions: half-rotation, the convention of transformers' Llama."""
+    if cpu_train.available(x_BSXD) and x_BSXD.shape[:2] == table.cos.shape[:2]:
+        return cpu_train.rotate(x_BSXD, table.cos, table.sin)
     first, second = x_BSXD.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x_BSXD * table.cos + turned * table.sin).to(x_BSXD.dtype)
@@ -60,6 +63,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if cpu_train.available(x) and self.weight.dtype == torch.float32:
+            return cpu_train.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
@@ -87,7 +92,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(cpu_train.silu_mul(gate, up) if cpu_train.available(gate) else F.silu(gate) * up)
 
 
 class DecoderLayer(nn.Module):

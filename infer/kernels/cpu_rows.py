@@ -19,15 +19,11 @@ import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
-from llvmlite import ir
 from numba import njit
-from numba.core.types import float32, int32, int64, voidptr
-from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-LOG2_E = np.float32(1.4426950408889634)
-FAST = {"reassoc", "contract", "nsz", "arcp"}  # not "nnan" and "ninf": a fault of the model has to stay visible
+from infer.kernels.numba_scalars import FAST, exp, narrow_bf16, pointer, same, widen_bf16
 
 
 class RowTable(NamedTuple):
@@ -113,51 +109,6 @@ def attend(qkv_RX: Tensor, turn: tuple[Tensor, Tensor], pool: tuple[Tensor, Tens
     return out
 
 
-def _cast(result: Any, argument: Any, emit: Any) -> Any:
-    """A compiled function of one argument whose body is the LLVM instruction that `emit(builder, value)` adds."""
-
-    def declare(_typing: Any, _argument: Any) -> Any:
-        return result(argument), lambda _context, builder, _signature, values: emit(builder, values[0])
-
-    return intrinsic(declare)
-
-
-_pointer = _cast(voidptr, int64, lambda builder, value: builder.inttoptr(value, ir.IntType(8).as_pointer()))
-_bits_to_float = _cast(float32, int32, lambda builder, value: builder.bitcast(value, ir.FloatType()))
-_float_to_bits = _cast(int32, float32, lambda builder, value: builder.bitcast(value, ir.IntType(32)))
-
-
-@njit(inline="always")
-def _widen_bf16(bits: Any) -> Any:
-    return _bits_to_float(np.int32(np.int32(bits) << np.int32(16)))
-
-
-@njit(inline="always")
-def _narrow_bf16(value: Any) -> Any:
-    """Round to nearest, ties to even."""
-    bits = _float_to_bits(np.float32(value))
-    return np.uint16((bits + np.int32(0x7FFF) + ((bits >> np.int32(16)) & np.int32(1))) >> np.int32(16))
-
-
-@njit(inline="always")
-def _same(value: Any) -> Any:
-    return np.float32(value)
-
-
-@njit(inline="always", fastmath=FAST)
-def _exp(x: Any) -> Any:
-    """exp in fp32 between -87 and 88, relative error 4e-6 at most (at the ends): a polynomial, since libm's does not vectorise."""
-    lowest, highest = np.float32(-87.0), np.float32(88.0)
-    bounded = lowest if x < lowest else highest if x > highest else x  # a NaN stays one
-    scaled = bounded * LOG2_E
-    whole = np.floor(scaled + np.float32(0.5))
-    f = scaled - whole
-    p = np.float32(1.5353362e-4)
-    for c in (1.3398874e-3, 9.6184373e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0):
-        p = p * f + np.float32(c)
-    return p * _bits_to_float(np.int32(np.int32(whole) + np.int32(127)) << np.int32(23))
-
-
 class _Kernels(NamedTuple):
     norm: Any
     add_norm: Any
@@ -166,7 +117,7 @@ class _Kernels(NamedTuple):
 
 
 def _build(element: Any, bytes_each: int, widen: Any, narrow: Any) -> _Kernels:
-    @njit(inline="always", fastmath=FAST)
+    @njit(inline="always", **FAST)
     def scale_row(x_H: Any, weight_H: Any, out_H: Any, eps: Any) -> None:
         total = np.float32(0.0)
         for i in range(len(x_H)):
@@ -176,34 +127,34 @@ def _build(element: Any, bytes_each: int, widen: Any, narrow: Any) -> _Kernels:
         for i in range(len(x_H)):
             out_H[i] = narrow(widen(x_H[i]) * factor * widen(weight_H[i]))
 
-    @njit(cache=True, fastmath=FAST)
+    @njit(cache=True, **FAST)
     def norm(x: int, weight: int, out: int, rows: int, width: int, out_stride: int, eps: float) -> None:
-        x_RH, weight_H = carray(_pointer(x), (rows, width), element), carray(_pointer(weight), (width,), element)
-        out_RX = carray(_pointer(out), ((rows - 1) * out_stride + width,), element)
+        x_RH, weight_H = carray(pointer(x), (rows, width), element), carray(pointer(weight), (width,), element)
+        out_RX = carray(pointer(out), ((rows - 1) * out_stride + width,), element)
         for r in range(rows):
             scale_row(x_RH[r], weight_H, out_RX[r * out_stride : r * out_stride + width], eps)
 
-    @njit(cache=True, fastmath=FAST)
+    @njit(cache=True, **FAST)
     def add_norm(x: int, y: int, weight: int, total: int, out: int, rows: int, width: int, eps: float) -> None:
         shape = (rows, width)
-        x_RH, y_RH = carray(_pointer(x), shape, element), carray(_pointer(y), shape, element)
-        total_RH, out_RH = carray(_pointer(total), shape, element), carray(_pointer(out), shape, element)
-        weight_H = carray(_pointer(weight), (width,), element)
+        x_RH, y_RH = carray(pointer(x), shape, element), carray(pointer(y), shape, element)
+        total_RH, out_RH = carray(pointer(total), shape, element), carray(pointer(out), shape, element)
+        weight_H = carray(pointer(weight), (width,), element)
         for r in range(rows):
             for i in range(width):
                 total_RH[r, i] = narrow(widen(x_RH[r, i]) + widen(y_RH[r, i]))
             scale_row(total_RH[r], weight_H, out_RH[r], eps)
 
-    @njit(cache=True, fastmath=FAST)
+    @njit(cache=True, **FAST)
     def silu_mul(gate_up: int, out: int, rows: int, width: int) -> None:
-        both = carray(_pointer(gate_up), (rows, 2, width), element)
-        out_RI = carray(_pointer(out), (rows, width), element)
+        both = carray(pointer(gate_up), (rows, 2, width), element)
+        out_RI = carray(pointer(out), (rows, width), element)
         for r in range(rows):
             for i in range(width):
                 gate = widen(both[r, 0, i])
-                out_RI[r, i] = narrow(gate / (np.float32(1.0) + _exp(-gate)) * widen(both[r, 1, i]))
+                out_RI[r, i] = narrow(gate / (np.float32(1.0) + exp(-gate)) * widen(both[r, 1, i]))
 
-    @njit(inline="always", fastmath=FAST)
+    @njit(inline="always", **FAST)
     def turn_head(x_D: Any, cos_D: Any, sin_D: Any, out_D: Any) -> None:
         half = len(x_D) // 2
         for d in range(half):
@@ -214,9 +165,9 @@ def _build(element: Any, bytes_each: int, widen: Any, narrow: Any) -> _Kernels:
     @njit(inline="always")
     def row_of(address: int, size: int) -> Any:
         """An array at an address: a slice of a large array would bring checks into the inner loops."""
-        return carray(_pointer(address), (size,), element)
+        return carray(pointer(address), (size,), element)
 
-    @njit(inline="always", fastmath=FAST)
+    @njit(inline="always", **FAST)
     def score_keys(query_D: Any, keys: int, starts_L: Any, scores_L: Any) -> None:
         """Four keys at a time: the query is read once for them, and their sums do not wait for each other."""
         count, size = len(starts_L), len(query_D)
@@ -237,7 +188,7 @@ def _build(element: Any, bytes_each: int, widen: Any, narrow: Any) -> _Kernels:
                 a += query_D[j] * widen(a_D[j])
             scores_L[i] = a
 
-    @njit(inline="always", fastmath=FAST)
+    @njit(inline="always", **FAST)
     def soften(scores_L: Any, scale: Any) -> None:
         """Softmax of the scaled scores, in place."""
         highest = np.float32(-np.inf)
@@ -245,12 +196,12 @@ def _build(element: Any, bytes_each: int, widen: Any, narrow: Any) -> _Kernels:
             highest = max(highest, scores_L[i])
         total = np.float32(0.0)
         for i in range(len(scores_L)):
-            scores_L[i] = _exp((scores_L[i] - highest) * scale)
+            scores_L[i] = exp((scores_L[i] - highest) * scale)
             total += scores_L[i]
         for i in range(len(scores_L)):
             scores_L[i] /= total
 
-    @njit(inline="always", fastmath=FAST)
+    @njit(inline="always", **FAST)
     def mix_values(weights_L: Any, values: int, starts_L: Any, mixed_D: Any) -> None:
         count, size = len(starts_L), len(mixed_D)
         mixed_D[:] = np.float32(0.0)
@@ -265,7 +216,7 @@ def _build(element: Any, bytes_each: int, widen: Any, narrow: Any) -> _Kernels:
             for j in range(size):
                 mixed_D[j] += a * widen(a_D[j])
 
-    @njit(cache=True, fastmath=FAST)
+    @njit(cache=True, **FAST)
     def attend(
         qkv: int,
         cos: int,
@@ -284,11 +235,11 @@ def _build(element: Any, bytes_each: int, widen: Any, narrow: Any) -> _Kernels:
         pool: int,
         scale: float,
     ) -> None:
-        qkv_RXD = carray(_pointer(qkv), (rows, queries + 2 * heads, size), element)
-        cos_RD, sin_RD = carray(_pointer(cos), (rows, size), np.float32), carray(_pointer(sin), (rows, size), np.float32)
-        all_keys = carray(_pointer(keys), (pool * heads * size,), element)
-        all_values = carray(_pointer(values), (pool * heads * size,), element)
-        out_RND = carray(_pointer(out), (rows, queries, size), element)
+        qkv_RXD = carray(pointer(qkv), (rows, queries + 2 * heads, size), element)
+        cos_RD, sin_RD = carray(pointer(cos), (rows, size), np.float32), carray(pointer(sin), (rows, size), np.float32)
+        all_keys = carray(pointer(keys), (pool * heads * size,), element)
+        all_values = carray(pointer(values), (pool * heads * size,), element)
+        out_RND = carray(pointer(out), (rows, queries, size), element)
         turned_D, mixed_D = np.empty(size, np.float32), np.empty(size, np.float32)
         for r in range(rows):
             for m in range(heads):
@@ -313,6 +264,6 @@ def _build(element: Any, bytes_each: int, widen: Any, narrow: Any) -> _Kernels:
 
 
 _KERNELS = {
-    torch.bfloat16: _build(numba.uint16, 2, _widen_bf16, _narrow_bf16),
-    torch.float32: _build(numba.float32, 4, _same, _same),
+    torch.bfloat16: _build(numba.uint16, 2, widen_bf16, narrow_bf16),
+    torch.float32: _build(numba.float32, 4, same, same),
 }

@@ -1,0 +1,68 @@
+"""What the numba kernels are made of: addresses as arrays, bf16 as fp32 and back, an exponential that vectorises.
+
+numba keeps compiled kernels on disk and looks at their own file alone: after an edit here, remove `infer/kernels/__pycache__`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit
+from numba.core.types import float32, int32, int64, voidptr
+from numba.extending import intrinsic
+
+LOG2_E = np.float32(1.4426950408889634)
+# Not "nnan" and "ninf": a fault of the model has to stay visible. Python's error model checks every division, which keeps loops scalar.
+FAST: Any = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
+
+
+def _cast(result: Any, argument: Any, emit: Any) -> Any:
+    """A compiled function of one argument whose body is the LLVM instruction that `emit(builder, value)` adds."""
+
+    def declare(_typing: Any, _argument: Any) -> Any:
+        return result(argument), lambda _context, builder, _signature, values: emit(builder, values[0])
+
+    return intrinsic(declare)
+
+
+pointer = _cast(voidptr, int64, lambda builder, value: builder.inttoptr(value, ir.IntType(8).as_pointer()))
+_bits_to_float = _cast(float32, int32, lambda builder, value: builder.bitcast(value, ir.FloatType()))
+_float_to_bits = _cast(int32, float32, lambda builder, value: builder.bitcast(value, ir.IntType(32)))
+to_int = _cast(int32, float32, lambda builder, value: builder.fptosi(value, ir.IntType(32)))  # numba's own goes through int64
+
+
+@njit(inline="always")
+def widen_bf16(bits: Any) -> Any:
+    return _bits_to_float(np.int32(np.int32(bits) << np.int32(16)))
+
+
+@njit(inline="always")
+def narrow_bf16(value: Any) -> Any:
+    """Round to nearest, ties to even."""
+    bits = _float_to_bits(np.float32(value))
+    return np.uint16((bits + np.int32(0x7FFF) + ((bits >> np.int32(16)) & np.int32(1))) >> np.int32(16))
+
+
+@njit(inline="always")
+def same(value: Any) -> Any:
+    return np.float32(value)
+
+
+@njit(inline="always", **FAST)
+def exp(x: Any) -> Any:
+    """exp in fp32 between -87 and 88, relative error 4e-6 at most (at the ends): a polynomial, since libm's does not vectorise."""
+    lowest, highest = np.float32(-87.0), np.float32(88.0)
+    bounded = lowest if x < lowest else highest if x > highest else x  # a NaN stays one
+    scaled = bounded * LOG2_E
+    whole = np.floor(scaled + np.float32(0.5))
+    f = scaled - whole
+    # 2^f as a polynomial, written out: a loop over the coefficients would keep the caller's loop from being vectorised.
+    p = np.float32(1.5353362e-4) * f + np.float32(1.3398874e-3)
+    p = p * f + np.float32(9.6184373e-3)
+    p = p * f + np.float32(5.5503324e-2)
+    p = p * f + np.float32(2.4022648e-1)
+    p = p * f + np.float32(6.9314720e-1)
+    p = p * f + np.float32(1.0)
+    return p * _bits_to_float(np.int32((to_int(whole) + np.int32(127)) << np.int32(23)))
