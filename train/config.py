@@ -51,13 +51,23 @@ class OptimizerSettings(Settings):
     clip_norm: PositiveFloat = 1.0
 
 
+class ServingSettings(Settings):
+    """How the drafter will be served, for the estimate of which depths serving visits."""
+
+    lookahead: PositiveInt = Field(default=5, description="K, the tokens of a speculation")
+    fan_out: PositiveInt = Field(default=4, description="F, the bonus tokens prepared for each k: about budget / (K + 1)")
+
+
 class LossSettings(Settings):
-    """What is minimised: kl * KL + acceptance * expected rejection, weighted by depth."""
+    """What is minimised: kl * KL + acceptance * expected rejection, weighted by depth, + bonus * the loss of what SSD caches."""
 
     kl: NonNegativeFloat = 1.0
     acceptance: NonNegativeFloat = 0.0
-    depth_weights: Literal["decay", "flat"] = "decay"
+    bonus: NonNegativeFloat = Field(default=0.0, description="weight of the bonus token's loss after a rejection")
+    bonus_temperature: Literal[0, 1] = Field(default=0, description="0: greedy drafts and target; 1: both sample")
+    depth_weights: Literal["decay", "flat", "visited"] = "decay"
     gamma: float = Field(default=0.9, gt=0, le=1, description="weight of depth d is gamma^d under 'decay'")
+    serving: ServingSettings = ServingSettings()
     window: PositiveInt | None = Field(default=None, description="refresh window w of the unroll; null is infinite")
     recompute: bool = Field(default=False, description="recompute activations in the backward pass: less memory, a third more time")
 

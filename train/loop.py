@@ -41,8 +41,8 @@ def train(settings: TrainSettings, prepared: Prepared, console: Console) -> Path
     figures: Figures | None = None
     with StopRequest() as stop:
         while progress.step < settings.total_steps:
-            result = train_step(run, progress.step, stop.received or time.monotonic() > deadline)
-            progress = progress._replace(step=progress.step + 1)
+            result = train_step(run, progress, stop.received or time.monotonic() > deadline)
+            progress = progress._replace(step=progress.step + 1, tally=result.tally)
             is_last = result.stops or progress.step == settings.total_steps
             if result.stops:  # at once: who sent the signal may not wait for the held-out figures
                 save(run, progress)

@@ -16,7 +16,7 @@ from drafters.eagle3_ssd.align import EMBED_AHEAD
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from train.config import LossSettings
 from train.features import Features
-from train.losses import head_losses, supervised, teacher_probabilities
+from train.losses import Figures, Mix, Teacher, head_losses, supervised, teacher_probabilities
 from train.unroll import Rows, unroll
 
 
@@ -75,23 +75,35 @@ def count(features: Features, anchors: Anchors, depth: int) -> Counts:
     return Counts(torch.stack(there_are).double(), torch.stack(computed).double())
 
 
-class Objective(nn.Module):
-    """The training loss of a batch. Holds the drafter, and the rows of the target's head for the draft vocabulary [Vd, Ht]."""
+class Scales(NamedTuple):
+    """What multiplies the loss sums of depths 0..depth (`losses.loss_scales`)."""
 
-    def __init__(self, drafter: Eagle3Drafter, target_head_VH: Tensor, settings: LossSettings, dtype: torch.dtype) -> None:
+    base: Sequence[float]
+    bonus: Sequence[float]
+
+
+class Objective(nn.Module):
+    """The training loss of a batch. Holds the drafter, the target's head for the draft vocabulary [Vd, Ht], and that vocabulary."""
+
+    def __init__(
+        self, drafter: Eagle3Drafter, target_head_VH: Tensor, draft_to_target_V: Tensor, settings: LossSettings, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.drafter, self.settings, self.dtype = drafter, settings, dtype
+        self.mix = Mix(settings.kl, settings.acceptance, settings.bonus_temperature, settings.serving.fan_out)
         self.register_buffer("target_head", target_head_VH, persistent=False)
+        self.register_buffer("draft_to_target", draft_to_target_V, persistent=False)
         self.target_head: Tensor
+        self.draft_to_target: Tensor
 
-    def forward(self, features: Features, anchors: Anchors, depth: int, scales: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """Loss = sum over depths of scale_d * loss sum_d; and detached sums [depth + 1, 3] of kl, rejection and hits of the argmax."""
+    def forward(self, features: Features, anchors: Anchors, depth: int, scales: Scales) -> tuple[Tensor, Tensor]:
+        """Loss = sum over depths of scale_d * loss sum_d; and detached sums [depth + 1, C] of the columns of `losses.Figures`."""
         needed = _needs_teacher(features)
-        teacher = teacher_probabilities(features.last_hidden[needed], self.target_head, features.log_normaliser[needed])
+        teacher = self.teacher(features, needed)
         teacher_row = needed.flatten().cumsum(0).view_as(needed) - 1
-        device = features.token_ids.device.type
-        total, sums = torch.zeros((), device=features.token_ids.device), []
-        with torch.autocast(device, self.dtype, enabled=self.dtype != torch.float32):
+        device = features.token_ids.device
+        total, sums = torch.zeros((), device=device), []
+        with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
             fused = self.drafter.fuse(features.taps.to(self.dtype))
             rows = Rows(features.token_ids, features.positions, features.document_ids)
             steps = unroll(self.drafter, rows, fused, anchors.places, depth, self.settings.window, self.settings.recompute)
@@ -99,12 +111,34 @@ class Objective(nn.Module):
                 mask = predictions(features, anchors, d)
                 row, slot = mask.nonzero(as_tuple=True)
                 place = (slot if d == 0 else anchors.places[row, slot]) + d + EMBED_AHEAD  # where the teacher predicts the same token
+                base = torch.full((len(row),), scales.base[d], device=device)
+                bonus = torch.full_like(base, self.settings.bonus * scales.bonus[d]) if self.settings.bonus else None
                 normed = self.drafter.norm(hidden[row, slot])
-                weight = self.drafter.lm_head.weight
-                parts = head_losses(normed, weight, teacher, teacher_row[row, place], self.settings.kl, self.settings.acceptance)
-                total = total + scales[d] * parts.loss
-                sums.append(torch.stack([parts.kl, parts.rejection, parts.correct]))
-        return total, torch.stack(sums).detach()
+                parts = head_losses(normed, self.drafter.lm_head.weight, teacher, teacher_row[row, place], base, bonus, self.mix)
+                total = total + parts.loss
+                sums.append(parts.figures_nC.sum(0))
+        return total, torch.stack(sums)
+
+    def teacher(self, features: Features, needed_BT: Tensor) -> Teacher:
+        """The target's predictions at the positions that are needed."""
+        probs = teacher_probabilities(features.last_hidden[needed_BT], self.target_head, features.log_normaliser[needed_BT])
+        best = features.argmax[needed_BT]
+        place = torch.searchsorted(self.draft_to_target, best).clamp(max=len(self.draft_to_target) - 1)
+        return Teacher(probs, place, self.draft_to_target[place] == best)
+
+
+def step_values(sums_DC: Tensor, computed_D: Sequence[float]) -> dict[str, list[float]]:
+    """Averages by depth of what is logged, from sums and numbers of predictions over all processes."""
+    number = torch.tensor(computed_D, dtype=torch.float64).clamp(min=1)
+    each = Figures(*(sums_DC.double().cpu() / number[:, None]).T.tolist())
+    rejected = [1 - rejection for rejection in each.rejection]
+    return {"kl": each.kl, "acceptance": rejected, "accuracy": each.correct, "teacher_mass_missing": each.missing, "bonus": each.bonus}
+
+
+def step_counts(sums_DC: Tensor, computed_D: Sequence[float]) -> list[list[float]]:
+    """What a tally of visits takes from the same sums."""
+    each = Figures(*sums_DC.double().cpu().T.tolist())
+    return [list(row) for row in zip(computed_D, each.correct, each.listed, each.found, strict=True)]
 
 
 def _needs_teacher(features: Features) -> Tensor:

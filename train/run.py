@@ -49,8 +49,9 @@ def check_batch(settings: TrainSettings, num_processes: int) -> None:
 
 def make_objective(settings: TrainSettings, prepared: Prepared) -> Objective:
     """The module that is trained."""
-    head = prepared.target.lm_head_weight[prepared.start.vocab.draft_to_target].clone()
-    return Objective(prepared.start.drafter, head, settings.loss, DTYPES[settings.dtype])
+    vocab = prepared.start.vocab.draft_to_target
+    head = prepared.target.lm_head_weight[vocab].clone()
+    return Objective(prepared.start.drafter, head, vocab, settings.loss, DTYPES[settings.dtype])
 
 
 def make_optimizer(settings: TrainSettings, objective: Objective) -> torch.optim.AdamW:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from drafters.errors import UserError
+from train.visits import Tally
 
 STATE_FILE = "state.pt"
 PREFIX = "step-"
@@ -20,11 +21,13 @@ PREFIX = "step-"
 class Progress(NamedTuple):
     """Where a run stands: optimizer steps done, and the best predicted speed on held-out data so far.
 
-    Data order, anchors and learning rate are functions of (seed, step), so the step is all they need.
+    Data order, anchors and learning rate are functions of (seed, step), so the step is all they need. `tally` is what the drafter
+    measured of itself (`visits.py`); empty before the first step.
     """
 
     step: int = 0
     best: float = 0.0
+    tally: Tally = ()
 
 
 def save_state(directory: Path, model: nn.Module, optimizer: Any, progress: Progress, settings_key: str, keep: int) -> Path:

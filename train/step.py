@@ -14,25 +14,28 @@ from torch import Tensor
 
 from train.config import Stage, TrainSettings
 from train.features import Features
-from train.losses import depth_weights, loss_scales
-from train.objective import Anchors, Counts, choose_anchors, count
+from train.losses import loss_scales
+from train.objective import Anchors, Counts, Scales, choose_anchors, count, step_counts, step_values
 from train.plan import Forward
 from train.prepare import Prepared
 from train.run import Run
 from train.schedule import learning_rate, rows_of_step
+from train.state import Progress
+from train.visits import Tally, depth_weights, remember
 
 
 class StepResult(NamedTuple):
-    """Numbers of one optimizer step, and whether anybody asked to stop."""
+    """Numbers of one optimizer step, what the drafter has measured of itself by now, and whether anybody asked to stop."""
 
     values: dict[str, Any]
+    tally: Tally
     stops: bool
 
 
-def train_step(run: Run, step: int, wants_stop: bool) -> StepResult:
+def train_step(run: Run, progress: Progress, wants_stop: bool) -> StepResult:
     """One optimizer step over `rows_per_step` rows, shared among the processes and cut into forwards of `rows_per_forward`."""
     started = time.monotonic()
-    settings, accelerator = run.settings, run.accelerator
+    settings, accelerator, step = run.settings, run.accelerator, progress.step
     stage = settings.stage_at(step)
     batches = step_batches(settings, run.prepared, stage, step, accelerator)
     counts = [count(batch.features, batch.anchors, stage.depth) for batch in batches]
@@ -40,8 +43,9 @@ def train_step(run: Run, step: int, wants_stop: bool) -> StepResult:
     local = torch.stack([torch.cat((sum_of([c.all for c in counts]), flag)), torch.cat((sum_of([c.sampled for c in counts]), flag))])
     reduced: Any = accelerator.reduce(local, "sum")
     there_are, computed = reduced[0, :-1].tolist(), reduced[1, :-1].tolist()
-    scales = loss_scales(depth_weights(settings.loss.depth_weights, stage.depth + 1, settings.loss.gamma), there_are, computed)
-    scales = [scale * accelerator.num_processes for scale in scales]  # the gradients of the processes are averaged
+    weights = depth_weights(settings.loss, stage.depth, progress.tally)
+    average = accelerator.num_processes  # the gradients of the processes are averaged, and should be summed
+    scales = Scales(*([average * scale for scale in loss_scales(w, there_are, computed)] for w in weights))
     losses, sums = [], []
     for number, batch in enumerate(batches):
         is_last = number + 1 == len(batches)
@@ -54,7 +58,8 @@ def train_step(run: Run, step: int, wants_stop: bool) -> StepResult:
     norm = update(run, lr)
     loss = torch.stack(losses).sum() / accelerator.num_processes
     totals: Any = accelerator.reduce(torch.cat((loss[None], sum_of(sums).flatten())), "sum")
-    values = _step_values(totals.tolist(), computed, stage)
+    figures = totals[1:].view(stage.depth + 1, -1)
+    values: dict[str, Any] = {"loss": float(totals[0]), **step_values(figures, computed), "depth_weights": weights.base}
     tokens = sum(int((batch.features.document_ids > 0).sum()) for batch in batches) * accelerator.num_processes
     seconds = time.monotonic() - started
     values.update(depth=stage.depth, lr=lr, grad_norm=norm, predictions=int(sum(computed)), tokens_per_second=tokens / seconds)
@@ -62,7 +67,8 @@ def train_step(run: Run, step: int, wants_stop: bool) -> StepResult:
     run.metrics.write({"step": step + 1, **values})
     note = f"depth {stage.depth} loss {values['loss']:.3f} top-1 {values['accuracy'][0]:.2f} .. {values['accuracy'][-1]:.2f}"
     run.console.show("training", step + 1, settings.total_steps, note, run.meter.left(step + 1))
-    return StepResult(values, bool(reduced[0, -1] > 0))
+    tally = remember(progress.tally, step_counts(figures, computed))
+    return StepResult(values, tally, bool(reduced[0, -1] > 0))
 
 
 def update(run: Run, lr: float) -> float:
@@ -105,15 +111,3 @@ def forward_of(batch: MicroBatch, counts: Counts) -> Forward:
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:
     """Elementwise sum of equal shapes."""
     return torch.stack(list(tensors)).sum(0)
-
-
-def _step_values(totals: list[float], computed: list[float], stage: Stage) -> dict[str, Any]:
-    """The loss, and per depth the averages of kl, acceptance and argmax hits."""
-    values: dict[str, Any] = {"loss": totals[0], "kl": [], "acceptance": [], "accuracy": []}
-    for depth in range(stage.depth + 1):
-        kl, rejection, correct = totals[1 + 3 * depth : 4 + 3 * depth]
-        number = max(1.0, computed[depth])
-        values["kl"].append(kl / number)
-        values["acceptance"].append(1 - rejection / number)
-        values["accuracy"].append(correct / number)
-    return values

@@ -78,19 +78,20 @@ def losses(directory: Path) -> list[float]:
 
 
 def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(place, "whole")
+    loss = {"depth_weights": "visited", "bonus": 0.5, "serving": {"lookahead": 2}}  # weights come from what the run has measured
+    run(place, "whole", loss=loss)
     import train.loop as loop
 
     real_step = loop.train_step
 
-    def stops_after_four(run: Any, step: int, wants_stop: bool) -> Any:
-        return real_step(run, step, wants_stop or step == 3)
+    def stops_after_four(run: Any, progress: Progress, wants_stop: bool) -> Any:
+        return real_step(run, progress, wants_stop or progress.step == 3)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", stops_after_four)
-        run(place, "parts")
+        run(place, "parts", loss=loss)
     assert [state.name for state in complete_states(place / "parts" / "states")] == ["step-0000004"]
-    run(place, "parts")
+    run(place, "parts", loss=loss)
 
     assert losses(place / "parts") == losses(place / "whole") and len(losses(place / "whole")) == 8
     one, two = weights(place / "whole"), weights(place / "parts")

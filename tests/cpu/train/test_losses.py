@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
 
-from train.losses import CHUNK, acceptance, depth_weights, head_losses, kl, loss_scales, supervised, teacher_probabilities
+from train.losses import (
+    CHUNK,
+    Figures,
+    Mix,
+    Teacher,
+    acceptance,
+    bonus_greedy,
+    bonus_sampled,
+    head_losses,
+    kl,
+    loss_scales,
+    supervised,
+    teacher_probabilities,
+)
 
 
 def test_losses_by_hand() -> None:
@@ -24,29 +40,133 @@ def test_acceptance_never_renormalises_the_teacher() -> None:
     assert acceptance(torch.zeros(1, 2), teacher).item() == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize(("kl_weight", "acceptance_weight"), [(1.0, 0.0), (0.0, 1.0), (0.7, 0.4)])
-@pytest.mark.parametrize("sharpness", [0.2, 3.0, 30.0])
-def test_fused_loss_equals_plain_losses_in_value_and_gradient(kl_weight: float, acceptance_weight: float, sharpness: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    number, hidden_size, vocab = CHUNK + 37, 12, 50  # two chunks, the second one partly filled
-    hidden = torch.randn(number, hidden_size, generator=generator).requires_grad_()
-    head = (sharpness * torch.randn(vocab, hidden_size, generator=generator) / 3).requires_grad_()
-    teacher = (0.9 * torch.randn(60, vocab, generator=generator).mul(3).softmax(-1)).half()
-    rows = torch.randint(0, 60, (number,), generator=generator)
+def plain_bonus(logits: Tensor, p: list[float], best: int | None, temperature: int) -> Tensor:
+    """One prediction, token by token from the definition: mean over x of P(x drafted and rejected) * (- sum_t r(t) log q~(t))."""
+    q = logits.softmax(-1).detach()
+    tokens = range(len(p))
+    total = torch.zeros((), dtype=logits.dtype)
+    for x in tokens:
+        if temperature == 0:  # the argmax is drafted, and rejected unless it is the target's
+            drawn = float(x == int(logits.argmax()))
+            rejected, residual = float(x != best), [float(t == best) for t in tokens]
+            elsewhere = float(best is None)
+        else:
+            drawn = float(q[x])
+            rejected, residual = max(0.0, 1 - p[x] / drawn), [max(0.0, p[t] - float(q[t])) for t in tokens]
+            elsewhere = 1 - sum(p)
+        if not drawn * rejected:
+            continue
+        mass = sum(residual) + elsewhere
+        for t in tokens:
+            if residual[t]:
+                total = total - drawn * rejected * residual[t] / mass * (logits[t] - logits[[i for i in tokens if i != x]].logsumexp(0))
+    return total
 
-    fused = head_losses(hidden, head, teacher, rows, kl_weight, acceptance_weight)
+
+class Case(NamedTuple):
+    """What the loss reads, in fp64; the sharpest teachers are point masses, some with their argmax outside the draft vocabulary."""
+
+    hidden: Tensor
+    head: Tensor
+    teacher: Teacher
+    rows: Tensor
+    base: Tensor
+    bonus: Tensor
+
+
+def case(number: int, sharpness: float, seed: int = 0) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    hidden_size, vocab, positions = 5, 9, 24
+    hidden = torch.randn(number, hidden_size, generator=generator).double().requires_grad_()
+    head = (sharpness * torch.randn(vocab, hidden_size, generator=generator)).double().requires_grad_()
+    full = torch.randn(positions, vocab + 3, generator=generator).double().mul(3).softmax(-1)  # three tokens have no draft id
+    full[:8] = F.one_hot(full[:8].argmax(-1), vocab + 3).double()
+    best = full.argmax(-1)
+    inside = best < vocab
+    assert 0 < inside[:8].sum() < 8 and 0 < inside[8:].sum() < 16
+    rows = torch.randint(0, positions, (number,), generator=generator)
+    base, bonus = torch.rand(2, number, generator=generator).double()
+    return Case(hidden, head, Teacher(full[:, :vocab], best.clamp(max=vocab - 1), inside), rows, base, bonus)
+
+
+@pytest.mark.parametrize("mix", [Mix(1.0, 0.0, 0), Mix(0.0, 1.0, 1), Mix(0.7, 0.4, 0), Mix(0.7, 0.4, 1)])
+@pytest.mark.parametrize("sharpness", [0.2, 1.0, 4.0])
+def test_fused_losses_equal_plain_ones_in_value_and_gradient(mix: Mix, sharpness: float) -> None:
+    hidden, head, teacher, rows, base, bonus = case(CHUNK + 37, sharpness)  # two chunks, the second one partly filled
+    fused = head_losses(hidden, head, teacher, rows, base, bonus, mix)
     fused_grads = torch.autograd.grad(2.5 * fused.loss, (hidden, head))
-    logits = hidden @ head.T
-    each_kl, each_rejection = kl(logits, teacher[rows]), acceptance(logits, teacher[rows])
-    plain = (kl_weight * each_kl + acceptance_weight * each_rejection).sum()
-    plain_grads = torch.autograd.grad(2.5 * plain, (hidden, head))
 
-    torch.testing.assert_close(fused.loss, plain, rtol=1e-5, atol=1e-3)
-    torch.testing.assert_close(fused.kl, each_kl.sum(), rtol=1e-5, atol=1e-3)
-    torch.testing.assert_close(fused.rejection, each_rejection.sum(), rtol=1e-5, atol=1e-3)
-    assert fused.correct.item() == (logits.argmax(-1) == teacher[rows].argmax(-1)).sum().item()
+    logits, p = hidden @ head.T, teacher.probs[rows]
+    best, inside = teacher.best[rows], teacher.inside[rows]
+    each = bonus_sampled(logits, p) if mix.bonus_temperature else bonus_greedy(logits, best, inside)
+    plain = base @ (mix.kl * kl(logits, p) + mix.acceptance * acceptance(logits, p)) + bonus @ each
+    plain_grads = torch.autograd.grad(2.5 * plain, (hidden, head))
+    torch.testing.assert_close(fused.loss, plain)
     for a, b in zip(fused_grads, plain_grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+    figures = Figures(*fused.figures_nC.unbind(1))
+    order = logits.argsort(-1, descending=True)
+    agrees = (order == best[:, None]) & inside[:, None]
+    torch.testing.assert_close(figures.kl, kl(logits, p))
+    torch.testing.assert_close(figures.rejection, acceptance(logits, p))
+    torch.testing.assert_close(figures.bonus, each)
+    torch.testing.assert_close(figures.missing, 1 - p.sum(-1))
+    assert torch.equal(figures.correct, agrees[:, 0].double())
+    assert torch.equal(figures.listed, agrees[:, :4].any(-1).double())
+    assert torch.equal(figures.found, agrees[:, 1:5].any(-1).double())
+    assert 0 < figures.found.sum() < (~agrees[:, 0]).sum()
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("sharpness", [0.3, 2.0])
+def test_bonus_loss_equals_its_definition_token_by_token(temperature: int, sharpness: float) -> None:
+    hidden, head, teacher, rows, _, _ = case(40, sharpness)
+    logits = (hidden @ head.T).detach().requires_grad_()
+    p, best, inside = teacher.probs[rows], teacher.best[rows], teacher.inside[rows]
+    value = bonus_sampled(logits, p) if temperature else bonus_greedy(logits, best, inside)
+    slow = torch.stack([plain_bonus(logits[i], p[i].tolist(), int(best[i]) if inside[i] else None, temperature) for i in range(40)])
+    torch.testing.assert_close(value, slow)
+    (grad,), (slow_grad,) = (torch.autograd.grad(v.sum(), logits, retain_graph=True) for v in (value, slow))
+    torch.testing.assert_close(grad, slow_grad)
+    if temperature == 0:
+        assert bool((value[~inside] == 0).all()) and bool((grad[~inside] == 0).all()), "what cannot be cached teaches nothing"
+        drafted = logits.argmax(-1)
+        assert bool((grad.gather(-1, drafted[:, None]) == 0).all()), "the drafted token is neither raised nor lowered"
+    assert bool((value > 0).any())
+
+
+def test_bonus_loss_by_hand() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    one = torch.tensor([True])
+    # x = 0 is rejected for token 2: q~ = (-, 0.6, 0.4)
+    assert bonus_greedy(logits, torch.tensor([2]), one).item() == pytest.approx(-math.log(0.4))
+    assert bonus_greedy(logits, torch.tensor([0]), one).item() == 0
+    # p = (0.1, 0.4, 0.3), 0.2 elsewhere: only x = 0 is ever rejected, with probability 0.5 - 0.1; r = (0, 1, 1) / 4, half elsewhere
+    teacher = torch.tensor([[0.1, 0.4, 0.3]])
+    assert bonus_sampled(logits, teacher).item() == pytest.approx(-0.4 * 0.25 * (math.log(0.6) + math.log(0.4)), rel=1e-5)
+
+
+def test_gradients_of_kl_and_acceptance_are_those_of_finite_differences() -> None:
+    hidden, head, teacher, rows, base, _ = case(12, 1.0)
+    for mix in (Mix(1.0, 0.0), Mix(0.3, 1.0)):
+        assert torch.autograd.gradcheck(lambda h, w, mix=mix: head_losses(h, w, teacher, rows, base, None, mix).loss, (hidden, head))
+
+
+def test_losses_stay_finite_where_the_drafter_is_certain() -> None:
+    """fp32 logits 60 apart: 1 - q of the top is 1e-26, which `1 - q` would round to nothing."""
+    head = torch.eye(4)
+    hidden = torch.tensor([[60.0, 1.0, 0.0, -1.0], [60.0, 0.0, 0.0, 59.0]]).requires_grad_()
+    teacher = Teacher(torch.tensor([[0.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.0, 1.0]]), torch.tensor([1, 3]), torch.tensor([True, True]))
+    ones = torch.ones(2)
+    for temperature in (0, 1):
+        loss = head_losses(hidden, head, teacher, torch.arange(2), 0 * ones, ones, Mix(1.0, 0.0, temperature)).loss
+        (grad,) = torch.autograd.grad(loss, hidden)
+        plain = bonus_sampled(hidden, teacher.probs) if temperature else bonus_greedy(hidden, teacher.best, teacher.inside)
+        (plain_grad,) = torch.autograd.grad(plain.sum(), hidden)
+        torch.testing.assert_close(loss, plain.sum(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(grad, plain_grad, rtol=1e-4, atol=1e-4)
+        assert loss > 0.1
 
 
 def test_teacher_keeps_the_mass_it_has() -> None:
@@ -85,11 +205,6 @@ def test_supervision_rule_by_brute_force(layout: list[list[tuple[int, int]]], pa
     for d in range(6):
         found = supervised(torch.tensor([documents]), torch.tensor([turns]), anchors, d)[0].tolist()
         assert found == [by_the_rule(documents, turns, p, d) for p in range(len(turns) - 1)], (documents, turns, d)
-
-
-def test_depth_weights() -> None:
-    assert depth_weights("flat", 3, 0.5) == [1.0, 1.0, 1.0]
-    assert depth_weights("decay", 3, 0.5) == [1.0, 0.5, 0.25]
 
 
 def test_a_sample_of_anchors_stands_for_all() -> None:
