@@ -10,7 +10,7 @@ from drafters.eagle3_ssd.model import Eagle3Drafter
 from tests.cpu.train.small import DRAFT_VOCAB, HIDDEN, TWO_ROWS, packed, small_config, small_drafter
 from train.config import LossSettings
 from train.features import Features
-from train.objective import Anchors, Objective, choose_anchors, count
+from train.objective import Anchors, Objective, Scales, choose_anchors, count
 from train.plan import Forward, flops, forwards, parameters, predictions, products
 
 TURNS = [[4, 5], [2, 4]]  # the turns of TWO_ROWS
@@ -50,9 +50,10 @@ def test_sampled_anchors_are_counted_as_expected() -> None:
 def test_flops_are_what_torch_counts(layers: int) -> None:
     """Forward and backward of the objective, the head's included. Torch does not count fused attention on a CPU (the first step's)."""
     features, anchors, forward = batch(depth=3)
-    objective = Objective(small_drafter(layers), torch.randn(DRAFT_VOCAB, HIDDEN), LossSettings(), torch.float32)
+    head = torch.randn(DRAFT_VOCAB, HIDDEN)
+    objective = Objective(small_drafter(layers), head, torch.arange(DRAFT_VOCAB), LossSettings(), torch.float32)
     with FlopCounterMode(display=False) as counter:
-        loss, _ = objective(features, anchors, 3, [1.0] * 4)
+        loss, _ = objective(features, anchors, 3, Scales([1.0] * 4, [1.0] * 4))
         loss.backward()
     counted = counter.get_flop_counts()["Global"]
     planned = products(objective.drafter.config, forward)
