@@ -7,11 +7,12 @@ from pathlib import Path
 
 from drafters.eagle3_ssd.card import DrafterCard
 from drafters.eagle3_ssd.checkpoint import save_drafter
+from drafters.eagle3_ssd.model import Eagle3Drafter
 from train.heldout import Figures
 from train.run import Run
 
 
-def write_drafter(run: Run, name: str, step: int, figures: Figures) -> None:
+def write_drafter(run: Run, name: str, drafter: Eagle3Drafter, step: int, figures: Figures) -> None:
     """The canonical directory `name`, with a card that says what was done."""
     settings, prepared = run.settings, run.prepared
     facts = prepared.target.facts
@@ -33,7 +34,7 @@ def write_drafter(run: Run, name: str, step: int, figures: Figures) -> None:
         measured_fresh=figures.fresh,
         measured_lagged=figures.lagged,
     )
-    save_drafter(run.output / name, run.objective.drafter, prepared.start.vocab, card)
+    save_drafter(run.output / name, drafter, prepared.start.vocab, card)
 
 
 def _commit() -> str | None:

@@ -1,4 +1,4 @@
-"""The training loop: the same code in one process and in several, on CPU and on a GPU."""
+"""The training loop: the same code in one process and in several, on CPU and on a GPU, whatever the module is spread over."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 import time
 from pathlib import Path
 
-import torch
-from accelerate import Accelerator
-
 from train.config import TrainSettings
 from train.console import Console
 from train.export import write_drafter
 from train.heldout import Figures, measure
-from train.metrics import Metrics
+from train.launch import agreed, start_accelerator
+from train.metrics import METRICS_FILE, Metrics, keep_until
+from train.objective import Objective
 from train.prepare import Prepared
 from train.report import write_report
-from train.run import Run, check_batch, make_objective, make_optimizer, resume
-from train.state import Progress, StopRequest, save_state
+from train.run import Run, check_batch, make_objective, spread_over
+from train.spread import load_weights, share
+from train.state import Progress, StopRequest, newest_state, save_state
 from train.step import train_step
 from train.throughput import Meter
 
@@ -26,68 +26,85 @@ BEST, FINAL = "best-eagle3", "final-eagle3"
 
 def train(settings: TrainSettings, prepared: Prepared, console: Console) -> Path:
     """Train to the end of the curriculum, from the newest state if there is one. Returns the drafter's directory."""
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    console.speaks = accelerator.is_main_process
-    check_batch(settings, accelerator.num_processes)
-    console.say(f"training in {accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}")
-    objective = make_objective(settings, prepared).to(accelerator.device)
-    optimizer = make_optimizer(settings, objective)
-    progress = resume(Path(settings.output), objective, optimizer, prepared.key, console)
-    model, stepper = accelerator.prepare(objective, optimizer)
-    metrics = Metrics(settings, Path(settings.output), accelerator.is_main_process, console.say)
-    meter = Meter(objective.drafter.config, settings.curriculum, accelerator.device, objective.dtype)
-    run = Run(settings, prepared, console, accelerator, objective, model, stepper, metrics, meter)
+    run, progress = begin(settings, prepared, console)
     deadline = math.inf if settings.minutes is None else time.monotonic() + 60 * settings.minutes
-    figures: Figures | None = None
+    total, is_new = settings.total_steps, False
+    if agreed(progress.step == total and not (run.output / FINAL).is_dir()):  # killed after the last step
+        evaluate(run, progress, is_last=True)
     with StopRequest() as stop:
-        while progress.step < settings.total_steps:
-            result = train_step(run, progress, stop.received or time.monotonic() > deadline)
-            progress = progress._replace(step=progress.step + 1, tally=result.tally)
-            is_last = result.stops or progress.step == settings.total_steps
-            if result.stops:  # at once: who sent the signal may not wait for the held-out figures
+        while progress.step < total:
+            result = train_step(run, progress, stop.received, time.monotonic() > deadline)
+            progress, is_new = progress._replace(step=progress.step + 1, tally=result.tally), True
+            if result.interrupted:  # whoever sent the signal does not wait for held-out figures
                 save(run, progress)
+                console.say(f"stopped after step {progress.step} of {total}, state saved; the same command goes on from here")
+                break
+            is_last = result.out_of_time or progress.step == total
             if is_last or progress.step % settings.heldout.every == 0:
-                progress, figures = evaluate(run, progress)
+                progress = evaluate(run, progress, is_last)
             if is_last or progress.step % settings.checkpoint.every == 0:
                 save(run, progress)
-            if result.stops:
-                console.say(f"stopped after step {progress.step} of {settings.total_steps}; the same command goes on from here")
+            if is_last:
                 break
-    finish(run, progress, figures)
+    if not is_new:
+        console.say(f"{run.output} has all {progress.step} steps; raise the curriculum's steps to train on")
+    end(run)
     return run.output / FINAL
 
 
+def begin(settings: TrainSettings, prepared: Prepared, console: Console) -> tuple[Run, Progress]:
+    """Start the processes, take up the newest state, and wrap the module."""
+    accelerator = start_accelerator()
+    console.speaks = accelerator.is_main_process
+    check_batch(settings, accelerator.num_processes)
+    console.say(f"training in {accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}")
+    output = Path(settings.output)
+    found = newest_state(output / "states", prepared.key, console.say) if accelerator.is_main_process else None
+    saved = share(found, accelerator)
+    objective = make_objective(settings, prepared)
+    if saved is not None:
+        load_weights(objective.drafter, saved.state)
+    spread = spread_over(accelerator, objective.to(accelerator.device), settings)
+    if saved is not None:
+        spread.restore(saved.state)
+    progress = Progress() if saved is None else saved.progress
+    if accelerator.is_main_process:
+        keep_until(output / METRICS_FILE, progress.step)
+    metrics = Metrics(settings, output, accelerator.is_main_process, console.say)
+    meter = Meter(objective.drafter.config, settings.curriculum, accelerator.device, objective.dtype)
+    return Run(settings, prepared, console, accelerator, objective, spread, metrics, meter), progress
+
+
 def save(run: Run, progress: Progress) -> None:
-    """Write the training state, in the first process."""
-    if run.accelerator.is_main_process:
-        keep = run.settings.checkpoint.keep
-        save_state(run.output / "states", run.objective.drafter, run.optimizer, progress, run.prepared.key, keep)
+    """Gather the training state and write it, in the first process."""
+    state = run.spread.state()
+    if state is not None:
+        save_state(run.output / "states", state, progress, run.prepared.key, run.settings.checkpoint.keep)
 
 
-def evaluate(run: Run, progress: Progress) -> tuple[Progress, Figures | None]:
-    """Measure on held-out data in the first process, keep the best drafter; the others wait."""
-    figures = None
-    if run.accelerator.is_main_process:
-        figures = measure(
-            run.objective, run.prepared.start.vocab, run.prepared.heldout, run.settings.heldout, run.settings.batch.rows_per_forward
-        )
+def evaluate(run: Run, progress: Progress, is_last: bool) -> Progress:
+    """Measure on held-out data in the first process, keep the best drafter and the last one; the others wait."""
+    drafter = run.spread.whole_drafter()
+    if drafter is not None:
+        settings, prepared = run.settings, run.prepared
+        own = run.objective
+        whole = Objective(drafter, own.target_head, own.draft_to_target, own.settings, own.dtype)
+        figures = measure(whole, prepared.start.vocab, prepared.heldout, settings.heldout, settings.batch.rows_per_forward)
         run.metrics.write({"step": progress.step, "heldout": figures.values})
         run.console.say(_heldout_line(progress.step, figures))
         if figures.speed > progress.best:
             progress = progress._replace(best=figures.speed)
-            write_drafter(run, BEST, progress.step, figures)
+            write_drafter(run, BEST, drafter, progress.step, figures)
+        if is_last:
+            write_drafter(run, FINAL, drafter, progress.step, figures)
+            run.console.say(f"drafters written: {run.output / BEST} (best predicted speed) and {run.output / FINAL}")
     run.accelerator.wait_for_everyone()
-    return progress, figures
+    return progress
 
 
-def finish(run: Run, progress: Progress, figures: Figures | None) -> None:
-    """Write the last drafter, unless nothing was done, and close what is open."""
+def end(run: Run) -> None:
+    """Close what is open."""
     run.console.close()
-    if figures is not None:
-        write_drafter(run, FINAL, progress.step, figures)
-        run.console.say(f"drafters written: {run.output / BEST} (best predicted speed) and {run.output / FINAL}")
-    elif run.accelerator.is_main_process:
-        run.console.say(f"{run.output} has all {progress.step} steps; raise the curriculum's steps to train on")
     run.metrics.close()
     if run.accelerator.is_main_process:
         run.console.say(f"report: {write_report(run.output)}")

@@ -12,6 +12,7 @@ from uuid import uuid4
 import torch
 
 from train.config import TrainSettings
+from train.files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb-run-id"
@@ -106,3 +107,16 @@ def _place(index: int, entry: Any) -> str:
 
 def _body(entry: Any) -> Any:
     return {name: value for name, value in entry.items() if name != "budget"} if isinstance(entry, Mapping) else entry
+
+
+def keep_until(file: Path, step: int) -> None:
+    """Leave in a file of records those up to `step`; a last line that was not written to its end goes too.
+
+    Records of later steps were written by a run that ended before it saved its state; they will be written again.
+    """
+    if not file.is_file():
+        return
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line).get("step", 0) <= step]
+    if kept != lines:
+        write_whole(file, lambda beside: beside.write_text("".join(kept), encoding="utf-8"))

@@ -1,13 +1,13 @@
-"""What stays the same from the first step of a run to the last: settings, module, optimizer, and where numbers go."""
+"""What stays the same from the first step of a run to the last: settings, module, how it is spread, and where numbers go."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from accelerate.utils import DistributedType
 
 from drafters.errors import UserError
 from drafters.targets import DTYPES
@@ -16,7 +16,7 @@ from train.console import Console
 from train.metrics import Metrics
 from train.objective import Objective
 from train.prepare import Prepared
-from train.state import Progress, complete_states, load_state
+from train.spread import Replicated, Spread
 from train.throughput import Meter
 
 
@@ -27,9 +27,8 @@ class Run(NamedTuple):
     prepared: Prepared
     console: Console
     accelerator: Accelerator
-    objective: Objective  # the plain module; `model` wraps it for several processes
-    model: nn.Module
-    optimizer: Any
+    objective: Objective  # the plain module; `spread.module` wraps it for several processes
+    spread: Spread
     metrics: Metrics
     meter: Meter
 
@@ -65,11 +64,12 @@ def make_optimizer(settings: TrainSettings, objective: Objective) -> torch.optim
     return torch.optim.AdamW(groups, lr=options.lr, betas=(options.beta1, options.beta2), fused=True)
 
 
-def resume(output: Path, objective: Objective, optimizer: torch.optim.Optimizer, key: str, console: Console) -> Progress:
-    """Load the newest complete state, or start at step 0."""
-    states = complete_states(output / "states")
-    if not states:
-        return Progress()
-    progress = load_state(states[-1], objective.drafter, optimizer, key)
-    console.say(f"going on from {states[-1]}")
-    return progress
+def spread_over(accelerator: Accelerator, objective: Objective, settings: TrainSettings) -> Spread:
+    """The objective and its optimizer in the way that accelerate was configured for."""
+    optimizer, clip_norm = make_optimizer(settings, objective), settings.optimizer.clip_norm
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return Replicated(accelerator, objective, optimizer, clip_norm)
+    from train import zero  # importing DeepSpeed takes seconds
+
+    zero.configure(accelerator, settings.batch.rows_per_forward, clip_norm)
+    return zero.Zero(accelerator, objective, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from functools import lru_cache
 
@@ -19,6 +20,12 @@ def rows_of_step(step: int, rows_per_step: int, num_rows: int, seed: int) -> lis
 @lru_cache(maxsize=2)
 def _permutation(epoch: int, num_rows: int, seed: int) -> list[int]:
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """The state of torch's generators at the beginning of a step, so that nothing has to be kept of them."""
+    digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def learning_rate(settings: TrainSettings, step: int) -> float:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,43 +17,48 @@ from train.objective import Anchors, Counts, Scales, choose_anchors, count, step
 from train.plan import Forward
 from train.prepare import Prepared
 from train.run import Run
-from train.schedule import learning_rate, rows_of_step
+from train.schedule import learning_rate, rows_of_step, step_seed
 from train.state import Progress
 from train.visits import Tally, depth_weights, remember
 
 
 class StepResult(NamedTuple):
-    """Numbers of one optimizer step, what the drafter has measured of itself by now, and whether anybody asked to stop."""
+    """Numbers of one optimizer step, what the drafter has measured of itself by now, and what any process asks for.
+
+    `interrupted`: to stop at once; `out_of_time`: to end with figures and a drafter.
+    """
 
     values: dict[str, Any]
     tally: Tally
-    stops: bool
+    interrupted: bool
+    out_of_time: bool
 
 
-def train_step(run: Run, progress: Progress, wants_stop: bool) -> StepResult:
+def train_step(run: Run, progress: Progress, interrupted: bool, out_of_time: bool) -> StepResult:
     """One optimizer step over `rows_per_step` rows, shared among the processes and cut into forwards of `rows_per_forward`."""
     started = time.monotonic()
     settings, accelerator, step = run.settings, run.accelerator, progress.step
     stage = settings.stage_at(step)
     batches = step_batches(settings, run.prepared, stage, step, accelerator)
     counts = [count(batch.features, batch.anchors, stage.depth) for batch in batches]
-    flag = torch.tensor([float(wants_stop)], dtype=torch.float64, device=accelerator.device)
-    local = torch.stack([torch.cat((sum_of([c.all for c in counts]), flag)), torch.cat((sum_of([c.sampled for c in counts]), flag))])
+    asked = torch.tensor([interrupted, out_of_time], dtype=torch.float64, device=accelerator.device)
+    local = torch.cat((sum_of([c.all for c in counts]), sum_of([c.sampled for c in counts]), asked))
     reduced: Any = accelerator.reduce(local, "sum")
-    there_are, computed = reduced[0, :-1].tolist(), reduced[1, :-1].tolist()
+    there_are, computed = reduced[:-2].view(2, -1).tolist()
     weights = depth_weights(settings.loss, stage.depth, progress.tally)
     average = accelerator.num_processes  # the gradients of the processes are averaged, and should be summed
     scales = Scales(*([average * scale for scale in loss_scales(w, there_are, computed)] for w in weights))
+    torch.manual_seed(step_seed(settings.seed, step, accelerator.process_index))
     losses, sums = [], []
     for number, batch in enumerate(batches):
         is_last = number + 1 == len(batches)
-        with nullcontext() if is_last else accelerator.no_sync(run.model):
-            loss, part = run.model(batch.features, batch.anchors, stage.depth, scales)
-            accelerator.backward(loss)
+        with run.spread.forward_of(is_last):
+            loss, part = run.spread.module(batch.features, batch.anchors, stage.depth, scales)
+            run.spread.backward(loss, is_last)
         losses.append(loss.detach())
         sums.append(part)
     lr = learning_rate(settings, step)
-    norm = update(run, lr)
+    norm = run.spread.update(lr)
     loss = torch.stack(losses).sum() / accelerator.num_processes
     totals: Any = accelerator.reduce(torch.cat((loss[None], sum_of(sums).flatten())), "sum")
     figures = totals[1:].view(stage.depth + 1, -1)
@@ -68,17 +71,7 @@ def train_step(run: Run, progress: Progress, wants_stop: bool) -> StepResult:
     note = f"depth {stage.depth} loss {values['loss']:.3f} top-1 {values['accuracy'][0]:.2f} .. {values['accuracy'][-1]:.2f}"
     run.console.show("training", step + 1, settings.total_steps, note, run.meter.left(step + 1))
     tally = remember(progress.tally, step_counts(figures, computed))
-    return StepResult(values, tally, bool(reduced[0, -1] > 0))
-
-
-def update(run: Run, lr: float) -> float:
-    """Clip the gradient, take an AdamW step at `lr`, and return the gradient's norm before clipping."""
-    for group in run.optimizer.param_groups:
-        group["lr"] = lr
-    norm = run.accelerator.clip_grad_norm_(run.model.parameters(), run.settings.optimizer.clip_norm)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    return float(norm) if norm is not None else math.nan
+    return StepResult(values, tally, bool(reduced[-2] > 0), bool(reduced[-1] > 0))
 
 
 class MicroBatch(NamedTuple):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import random
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -13,68 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from drafters.eagle3_ssd.checkpoint import load_drafter
 from drafters.errors import UserError
 from drafters.settings import build_settings
 from drafters.targets import load_target
-from tests.tiny import save_tiny_target
+from tests.cpu.train.runs import command, losses, make_place, recipe, run, weights
 from train.config import TrainSettings
-from train.console import Console
-from train.loop import train
-from train.prepare import prepare, split
+from train.prepare import split
 from train.schedule import learning_rate, rows_of_step
-from train.state import Progress, complete_states, load_state, save_state
-
-ENTRY = Path(__file__).parents[3] / "train" / "eagle3_selfcond.py"
+from train.state import Progress, states
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target and conversations for it."""
-    directory = tmp_path_factory.mktemp("train")
-    save_tiny_target(directory / "target")
-    draw = random.Random(0)
-    with (directory / "data.jsonl").open("w") as file:
-        for number in range(40):
-            answer = "".join(draw.choice("abc ") for _ in range(draw.randint(10, 30)))
-            messages = [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"id": str(number), "messages": messages}) + "\n")
-    return directory
-
-
-def recipe(place: Path, output: str, **changes: Any) -> dict[str, Any]:
-    return {
-        "target": str(place / "target"),
-        "output": str(place / output),
-        "dtype": "float32",
-        "data": {"paths": [str(place / "data.jsonl")], "row_length": 96, "heldout_conversations": 6},
-        "features": {"directory": str(place / "features"), "rows_per_shard": 8},
-        "drafter": {"draft_vocab_size": 32, "num_hidden_layers": 2},
-        "optimizer": {"lr": 2e-3, "warmup_steps": 3},
-        "curriculum": [{"steps": 5, "depth": 1, "anchors_per_row": 8}, {"steps": 3, "depth": 3, "anchors_per_row": 4}],
-        "batch": {"rows_per_step": 4, "rows_per_forward": 2},
-        "heldout": {"every": 100, "lookahead": 2, "budgets": [6], "max_rows": 2},
-        "checkpoint": {"every": 100},
-        **changes,
-    }
-
-
-def run(place: Path, output: str, **changes: Any) -> Path:
-    settings = build_settings(TrainSettings, recipe(place, output, **changes))
-    console = Console(speaks=False)
-    return train(settings, prepare(settings, "cpu", True, console.say, console.show), console)
-
-
-def weights(directory: Path) -> dict[str, torch.Tensor]:
-    """The fp32 weights in the newest state."""
-    state = torch.load(complete_states(directory / "states")[-1] / "state.pt", weights_only=True)
-    return state["model"] | {f"{k}.{n}": v for k, s in state["optimizer"]["state"].items() for n, v in s.items()}
-
-
-def losses(directory: Path) -> list[float]:
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
+    return make_place(tmp_path_factory.mktemp("train"))
 
 
 def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,13 +35,14 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(place: Path, monkey
 
     real_step = loop.train_step
 
-    def stops_after_four(run: Any, progress: Progress, wants_stop: bool) -> Any:
-        return real_step(run, progress, wants_stop or progress.step == 3)
+    def stops_after_four(run: Any, progress: Progress, interrupted: bool, out_of_time: bool) -> Any:
+        return real_step(run, progress, interrupted or progress.step == 3, out_of_time)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", stops_after_four)
         run(place, "parts", loss=loss)
-    assert [state.name for state in complete_states(place / "parts" / "states")] == ["step-0000004"]
+    assert [state.name for state in states(place / "parts" / "states")] == ["step-0000004.safetensors"]
+    assert not (place / "parts" / "final-eagle3").exists()
     run(place, "parts", loss=loss)
 
     assert losses(place / "parts") == losses(place / "whole") and len(losses(place / "whole")) == 8
@@ -160,23 +112,6 @@ def test_the_same_question_is_never_on_both_sides(place: Path) -> None:
     assert not questions[0] & questions[1] and len(heldout) == 8 and len(kept) == 32
 
 
-def test_states_are_whole_and_few(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for step in (9, 10, 100):
-        save_state(tmp_path, model, optimizer, Progress(step, 0.5), "key", keep=2)
-    (tmp_path / "step-0000200").mkdir()  # interrupted before its file was there
-    newest = complete_states(tmp_path)
-    assert [state.name for state in newest] == ["step-0000010", "step-0000100"]
-    assert load_state(newest[-1], model, optimizer, "key") == Progress(100, 0.5)
-
-
-def command(arguments: list[str], launcher: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*launcher, str(ENTRY), *arguments], capture_output=True, text=True, env={**os.environ, **environment}, check=False
-    )
-
-
 def test_command_line_mistakes_get_one_line(tmp_path: Path) -> None:
     done = command(["--config", str(tmp_path / "none.yaml")], [sys.executable])
     assert done.returncode == 2 and done.stderr.startswith("error: no such file") and len(done.stderr.splitlines()) == 1
@@ -188,8 +123,6 @@ def test_command_line_mistakes_get_one_line(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_two_processes_train_as_one_does(place: Path) -> None:
     """`accelerate launch` with one and with two CPU processes: the same losses, so the same gradients."""
-    import yaml
-
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     for processes in (1, 2):
@@ -206,8 +139,6 @@ def test_two_processes_train_as_one_does(place: Path) -> None:
 
 def test_a_launch_that_started_one_process_of_two_is_refused(place: Path) -> None:
     """`accelerate launch --cpu --num_processes 2` sets the meeting point, and starts one process without a rank."""
-    import yaml
-
     (place / "r.yaml").write_text(yaml.safe_dump(recipe(place, "alone")))
     done = command(["--config", str(place / "r.yaml")], [sys.executable], MASTER_ADDR="127.0.0.1")
     assert done.returncode == 2 and "starts one process only" in done.stderr
