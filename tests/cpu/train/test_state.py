@@ -39,9 +39,10 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(3, 5, generator=draw) for name in ("a.weight", "b.c.weight")}
     moments = {moment: {name: torch.randn(3, 5, generator=draw).abs() for name in weights} for moment in MOMENTS}
-    save_state(tmp_path, TrainingState(weights, moments, 17), Progress(18, 0.1 + 0.2), "key", keep=1)
+    progress = Progress(18, 0.1 + 0.2, ((1.0, 0.1 + 0.7), (3.0, 4.5)))
+    save_state(tmp_path, TrainingState(weights, moments, 17), progress, "key", keep=1)
     found = newest_state(tmp_path, "key", print)
-    assert found is not None and found.progress == Progress(18, 0.1 + 0.2) and found.state.updates == 17
+    assert found is not None and found.progress == progress and found.state.updates == 17
     for name, tensor in weights.items():
         assert torch.equal(found.state.weights[name], tensor)
         assert all(torch.equal(found.state.moments[moment][name], moments[moment][name]) for moment in MOMENTS)
