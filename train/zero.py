@@ -27,7 +27,8 @@ from train.state import MOMENTS, TrainingState
 
 def configure(accelerator: Accelerator, rows_per_forward: int, clip_norm: float) -> None:
     """Write what the recipe decides into DeepSpeed's configuration, and refuse what would contradict it."""
-    config: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
+    plugin: Any = accelerator.state.deepspeed_plugin
+    config: dict[str, Any] = plugin.deepspeed_config
     for name in ("fp16", "bf16"):
         if config.get(name, {}).get("enabled") is True:
             raise UserError(
@@ -81,7 +82,8 @@ class Zero:
         for name, parameter in self._trained():
             weights[name] = self._whole(parameter)
             for moment in MOMENTS:
-                moments[moment][name] = safe_get_full_optimizer_state(parameter, moment).cpu().view(weights[name].shape)
+                found: Any = safe_get_full_optimizer_state(parameter, moment)
+                moments[moment][name] = found.cpu().view(weights[name].shape)
         updates = int(self.zero.optimizer.state[self._parts()[0]]["step"])
         return TrainingState(weights, moments, updates) if self.accelerator.is_main_process else None
 
