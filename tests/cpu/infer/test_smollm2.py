@@ -28,7 +28,7 @@ from infer.request import Request, SamplingParams, Source
 ROOT = Path(__file__).resolve().parents[3]
 TARGET = "builtin:smollm2-135m"
 DRAFTER = ROOT / "drafters" / "pretrained" / "smollm2-135m-eagle3"
-CORPUS = ROOT / "data" / "corpora" / "smollm2-135m" / "corpus.parquet"
+CORPUS = ROOT / "data" / "corpora" / "smollm2-135m"
 PROMPTS = sorted((ROOT / "data" / "prompts").glob("*.jsonl"))
 NEW, NEAR_TIE = 48, 1e-4
 
