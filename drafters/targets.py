@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ class TargetFacts:
     rope_theta: float
     max_position_embeddings: int
     end_token_ids: tuple[int, ...]
+    rope_parameters: Mapping[str, Any] = field(default_factory=dict)  # as transformers 5 states them: theta, type, scaling
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ def _facts(spec: str, path: Path, model: Any, tokenizer: Any) -> TargetFacts:
         rope_theta=float(rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))),
         max_position_embeddings=config.max_position_embeddings,
         end_token_ids=_end_tokens(model, tokenizer),
+        rope_parameters=dict(rope),
     )
 
 

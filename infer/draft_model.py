@@ -42,7 +42,7 @@ class DraftModel:
         """One drafter step over rows of `requests`, behind each other: pre-norm hidden [R, H]. Writes the rows' keys."""
         device = self.embeddings.device
         context = PagedContext.build(self.pool, requests, device)
-        table = rotary(torch.tensor([positions], device=device), self.config.head_dim, self.config.rope_theta)
+        table = rotary(torch.tensor([positions], device=device), self.config.rope)
         turn = (table.cos[:, :, 0], table.sin[:, :, 0])
         embeds = self.embeddings[torch.tensor(tokens, device=device)][None]
         hidden = features_RH[None].to(embeds.dtype)

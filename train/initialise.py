@@ -13,6 +13,7 @@ from data.render import Example
 from drafters.eagle3_ssd.checkpoint import load_drafter
 from drafters.eagle3_ssd.config import DrafterConfig, default_taps
 from drafters.eagle3_ssd.model import Eagle3Drafter
+from drafters.eagle3_ssd.rope import RopeScaling, scaling_of_target
 from drafters.eagle3_ssd.vocab import VocabMap, cached_vocabulary
 from drafters.errors import UserError
 from drafters.targets import Target
@@ -37,7 +38,9 @@ def start(settings: DrafterSettings, target: Target, examples: Sequence[Example]
     covered = vocab.coverage(counts)
     notes = [f"draft vocabulary: {len(vocab)} of {len(counts)} tokens cover {covered:.2%} of the supervised tokens"]
     torch.manual_seed(seed)
-    drafter = Eagle3Drafter(_config(settings, target))
+    scaling, cannot_follow = scaling_of_target(target.facts.rope_parameters)
+    notes += [cannot_follow] if cannot_follow else []
+    drafter = Eagle3Drafter(_config(settings, target, scaling))
     drafter.embed_tokens.weight.data.copy_(target.embed_weight)
     if settings.init == "target":
         notes += take_over(drafter, target, vocab)
@@ -105,7 +108,7 @@ def _from_directory(settings: DrafterSettings, target: Target, counts_V: Tensor)
     return Start(loaded.model, loaded.vocab, [note, *loaded.warnings], covered)
 
 
-def _config(settings: DrafterSettings, target: Target) -> DrafterConfig:
+def _config(settings: DrafterSettings, target: Target, scaling: RopeScaling | None) -> DrafterConfig:
     facts = target.facts
     return DrafterConfig(
         hidden_size=facts.hidden_size,
@@ -116,6 +119,7 @@ def _config(settings: DrafterSettings, target: Target) -> DrafterConfig:
         num_hidden_layers=settings.num_hidden_layers,
         rms_norm_eps=facts.rms_norm_eps,
         rope_theta=facts.rope_theta,
+        rope_scaling=scaling,
         max_position_embeddings=facts.max_position_embeddings,
         vocab_size=facts.vocab_size,
         draft_vocab_size=settings.draft_vocab_size,

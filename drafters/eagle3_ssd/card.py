@@ -31,12 +31,15 @@ class Measured(Settings):
 
 
 class DrafterCard(Settings):
-    """Stored beside the weights as `drafter_card.json`. Serving warns where it does not fit, and refuses another tokenizer."""
+    """Stored beside the weights as `drafter_card.json`. Serving warns where it does not fit, and refuses another tokenizer.
+
+    A hash is None where a drafter was imported without its target: then nobody has compared it.
+    """
 
     target: str
-    target_weight_hash: str
-    tokenizer_hash: str
-    template_hash: str
+    target_weight_hash: str | None
+    tokenizer_hash: str | None
+    template_hash: str | None
     template_options: dict[str, Any] = Field(default_factory=dict, description="of `drafters.template`, as training rendered")
     commit: str | None = None
     data: dict[str, Any] = Field(default_factory=dict)

@@ -1,12 +1,13 @@
-"""The canonical drafter directory: `model.safetensors` (EAGLE-3 keys, bf16), `config.json` and the card. Loading is strict."""
+"""The canonical drafter directory: `model.safetensors` (EAGLE-3 keys), `config.json` and the card. Loading is strict."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -26,6 +27,15 @@ WEIGHTS_FILE = "model.safetensors"
 EMBEDDINGS = "embed_tokens.weight"
 
 
+class DrafterFiles(NamedTuple):
+    """A drafter directory as it lies on disk, checked: `tensors` are the parameters, `embed_tokens.weight` only where the file has it."""
+
+    config: DrafterConfig
+    card: DrafterCard
+    vocab: VocabMap
+    tensors: dict[str, Tensor]
+
+
 class LoadedDrafter(NamedTuple):
     """A drafter read from a directory. `warnings` are lines for the user: the drafter works, but was made for something else."""
 
@@ -37,23 +47,43 @@ class LoadedDrafter(NamedTuple):
 
 
 def save_drafter(directory: str | Path, model: Eagle3Drafter, vocab: VocabMap, card: DrafterCard, with_embeddings: bool = False) -> Path:
-    """Write the canonical directory, beside and then renamed, so that an interrupted write leaves the old one whole.
+    """Write the canonical directory in bf16, whole or not at all (see `write_files`).
 
-    The embeddings are the target's: they are left out unless another engine has to read the file.
+    The embeddings are the target's and left out, unless the drafter was read with its own or another engine has to read the file.
     """
+    tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
+    if not with_embeddings and not model.own_embeddings:
+        del tensors[EMBEDDINGS]
+    return write_files(directory, {**tensors, **vocab_tensors(vocab)}, to_config_json(model.config), card)
+
+
+def write_files(directory: str | Path, tensors: Mapping[str, Tensor], config_json: Mapping[str, Any], card: DrafterCard) -> Path:
+    """Write the three files beside and then rename, so that an interrupted write leaves the old directory whole."""
     final = Path(directory)
     beside = final.with_name(f".{final.name}.{os.getpid()}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
-    if not with_embeddings:
-        del tensors[EMBEDDINGS]
-    tensors["d2t"], tensors["t2d"] = vocab.d2t().cpu(), vocab.t2d().cpu()
-    save_file(tensors, beside / WEIGHTS_FILE, metadata={"format": "pt"})
-    (beside / "config.json").write_text(json.dumps(to_config_json(model.config), indent=2) + "\n", encoding="utf-8")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside / WEIGHTS_FILE, metadata={"format": "pt"})
+    (beside / "config.json").write_text(json.dumps(config_json, indent=2) + "\n", encoding="utf-8")
     write_card(beside, card)
     _replace_directory(beside, final)
     return final
+
+
+def vocab_tensors(vocab: VocabMap) -> dict[str, Tensor]:
+    """`d2t` (offsets) and `t2d` (membership), as checkpoints hold them."""
+    return {"d2t": vocab.d2t().cpu(), "t2d": vocab.t2d().cpu()}
+
+
+def read_files(directory: str | Path) -> DrafterFiles:
+    """Read a drafter directory, strictly: a missing, extra or misshaped tensor is a `UserError` that names it."""
+    place = Path(directory)
+    config = from_config_json(read_config_json(place), str(place / "config.json"))
+    card = read_card(place)
+    tensors = _read_tensors(place / WEIGHTS_FILE)
+    vocab = take_vocab(tensors, config, place / WEIGHTS_FILE)
+    check_tensors(config, tensors, place / WEIGHTS_FILE)
+    return DrafterFiles(config, card, vocab, tensors)
 
 
 def load_drafter(
@@ -63,28 +93,38 @@ def load_drafter(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> LoadedDrafter:
-    """Read a drafter directory, strictly: a missing, extra or misshaped tensor is a `UserError` that names it.
+    """Read a drafter directory as a model; strict, like `read_files`.
 
     `embed_tokens` [V, H] are the target's, needed where the file leaves them out. With `target_facts`, a drafter made for
     another tokenizer, vocabulary or hidden size is refused; other target weights or another chat template are warnings.
     """
-    place = Path(directory)
-    config = _read_config(place)
-    card = read_card(place)
-    warnings = [] if target_facts is None else check_fits(config, card, target_facts, str(place))
-    tensors = _read_tensors(place / WEIGHTS_FILE)
-    vocab = _take_vocab(tensors, config, place)
-    if EMBEDDINGS not in tensors:
-        if embed_tokens is None:
-            raise UserError(f"{place} holds no {EMBEDDINGS}: it takes the target's embeddings; load it together with its target")
-        tensors[EMBEDDINGS] = embed_tokens.detach()
+    config, card, vocab, tensors = read_files(directory)
+    warnings = [] if target_facts is None else check_fits(config, card, target_facts, str(directory))
+    if EMBEDDINGS not in tensors and embed_tokens is None:
+        raise UserError(f"{directory} holds no {EMBEDDINGS}: it takes the target's embeddings; load it together with its target")
+    model = model_of(config, tensors, embed_tokens, dtype, device)
+    return LoadedDrafter(model, vocab.to(device), config, card, warnings)
+
+
+def model_of(
+    config: DrafterConfig,
+    tensors: Mapping[str, Tensor],
+    embed_tokens: Tensor | None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Eagle3Drafter:
+    """The drafter with these parameters; `embed_tokens` are the target's, taken where `tensors` hold none of their own."""
+    whole = dict(tensors)
+    if EMBEDDINGS not in whole:
+        assert embed_tokens is not None, f"no {EMBEDDINGS} among {len(whole)} tensors, and none from the target"
+        whole[EMBEDDINGS] = embed_tokens.detach()
+    check_tensors(config, whole, "the drafter with its target's embeddings")
     with torch.device("meta"):
         model = Eagle3Drafter(config)
-    _check_tensors(model, tensors, place / WEIGHTS_FILE)
-    placed = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
-    model.load_state_dict(placed, strict=True, assign=True)
+    model.load_state_dict({name: tensor.to(device, dtype) for name, tensor in whole.items()}, strict=True, assign=True)
     model.embed_tokens.weight.requires_grad_(False)
-    return LoadedDrafter(model, vocab.to(device), config, card, warnings)
+    model.own_embeddings = EMBEDDINGS in tensors
+    return model
 
 
 def check_fits(config: DrafterConfig, card: DrafterCard, facts: TargetFacts, where: str) -> list[str]:
@@ -95,59 +135,67 @@ def check_fits(config: DrafterConfig, card: DrafterCard, facts: TargetFacts, whe
         ("vocabulary size", config.vocab_size, facts.vocab_size),
         ("hidden size", config.target_hidden_size, facts.hidden_size),
     ):
-        if made_for != given:
+        if made_for is not None and made_for != given:
             raise UserError(f"drafter {where} was made for {name} {made_for} (target {card.target}), {facts.name} has {given}; {needs}")
     warnings = []
+    if card.tokenizer_hash is None:
+        warnings.append(f"drafter {where} was imported without its target: nobody compared its tokenizer with that of {facts.name}")
     for name, made_for, given in (
         ("weights", card.target_weight_hash, facts.weight_hash),
         ("chat template", card.template_hash, facts.template_hash),
     ):
-        if made_for != given:
+        if made_for is not None and made_for != given:
             warnings.append(f"drafter {where} was trained on other target {name} ({card.target}): expect lower acceptance")
     return warnings
 
 
-def _read_config(place: Path) -> DrafterConfig:
+def read_config_json(place: Path) -> dict[str, Any]:
+    """The content of a drafter directory's `config.json`, in whatever format."""
     file = place / "config.json"
     if not file.is_file():
-        raise UserError(f"no such file: {file}; a drafter is a directory with config.json, {WEIGHTS_FILE} and its card")
+        raise UserError(f"no such file: {file}; a drafter is a directory with config.json and its weights")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise UserError(f"{file} is not valid JSON: {error}") from error
-    return from_config_json(content, str(file))
+    if not isinstance(content, dict):
+        raise UserError(f"{file} has to hold an object, not a {type(content).__name__}")
+    return content
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
     if not file.is_file():
-        raise UserError(f"no such file: {file}; drafters are read from safetensors only")
+        raise UserError(f"no such file: {file}; drafters are read from safetensors only (python -m drafters.convert import reads others)")
     try:
         return load_file(file)
     except SafetensorError as error:
         raise UserError(f"{file} is not a readable safetensors file ({error}); copy or train the drafter again") from error
 
 
-def _take_vocab(tensors: dict[str, Tensor], config: DrafterConfig, place: Path) -> VocabMap:
+def take_vocab(tensors: dict[str, Tensor], config: DrafterConfig, where: Path | str) -> VocabMap:
+    """Take `d2t` and `t2d` out of `tensors`; they have to fit each other and the configured sizes."""
     if "d2t" not in tensors:
-        raise UserError(f"{place / WEIGHTS_FILE}: tensor 'd2t' is missing; without it draft ids cannot be translated")
+        raise UserError(f"{where}: tensor 'd2t' is missing; without it draft ids cannot be translated")
     d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d", None)
     if tuple(d2t.shape) != (config.draft_vocab_size,):
-        raise UserError(f"{place / WEIGHTS_FILE}: tensor 'd2t' has shape {tuple(d2t.shape)}, config.json says ({config.draft_vocab_size},)")
+        raise UserError(f"{where}: tensor 'd2t' has shape {tuple(d2t.shape)}, config.json says ({config.draft_vocab_size},)")
     vocab = VocabMap.from_offsets(d2t, config.vocab_size)
     if t2d is None or t2d.shape != (config.vocab_size,) or not torch.equal(t2d.bool(), vocab.t2d()):
-        raise UserError(f"{place / WEIGHTS_FILE}: tensor 't2d' is missing or disagrees with 'd2t'; export the drafter again")
+        raise UserError(f"{where}: tensor 't2d' is missing or disagrees with 'd2t'; export the drafter again")
     return vocab
 
 
-def _check_tensors(model: Eagle3Drafter, tensors: dict[str, Tensor], file: Path) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name in sorted(expected.keys() - tensors.keys()):
-        raise UserError(f"{file}: tensor {name!r} is missing; the drafter is incomplete, or its config.json belongs to another one")
+def check_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor], where: Path | str) -> None:
+    """Refuse, by name, a tensor that is missing, unknown or misshaped. Embeddings may be left out: they are the target's."""
+    with torch.device("meta"):
+        expected = {name: tuple(tensor.shape) for name, tensor in Eagle3Drafter(config).state_dict().items()}
+    for name in sorted(expected.keys() - tensors.keys() - {EMBEDDINGS}):
+        raise UserError(f"{where}: tensor {name!r} is missing; the drafter is incomplete, or its config.json belongs to another one")
     for name in sorted(tensors.keys() - expected.keys()):
-        raise UserError(f"{file}: tensor {name!r} is unknown to this drafter (variants with other parts are not supported)")
-    for name, shape in expected.items():
-        if tuple(tensors[name].shape) != shape:
-            raise UserError(f"{file}: tensor {name!r} has shape {tuple(tensors[name].shape)}, config.json asks for {shape}")
+        raise UserError(f"{where}: tensor {name!r} is unknown to this drafter (variants with other parts are not supported)")
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != expected[name]:
+            raise UserError(f"{where}: tensor {name!r} has shape {tuple(tensor.shape)}, config.json asks for {expected[name]}")
 
 
 def _replace_directory(beside: Path, final: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
+from drafters.eagle3_ssd.rope import Rope, RopeScaling, rope_to_json, scaling_from_json, theta_from_json
 from drafters.errors import UserError
 from drafters.settings import Settings
 
@@ -27,6 +28,7 @@ class DrafterConfig(Settings):
     num_hidden_layers: PositiveInt = 1
     rms_norm_eps: PositiveFloat = 1e-5
     rope_theta: PositiveFloat
+    rope_scaling: RopeScaling | None = None
     max_position_embeddings: PositiveInt
     vocab_size: PositiveInt
     draft_vocab_size: PositiveInt
@@ -45,6 +47,11 @@ class DrafterConfig(Settings):
             raise ValueError(f"draft_vocab_size ({self.draft_vocab_size}) is larger than vocab_size ({self.vocab_size})")
         return self
 
+    @property
+    def rope(self) -> Rope:
+        """What the rotary tables depend on."""
+        return Rope(self.head_dim, self.rope_theta, self.rope_scaling)
+
 
 def default_taps(target_layers: int) -> tuple[int, int, int]:
     """EAGLE-3's three taps, as `hidden_states` indices: 2, L//2 and L-3 (a low, a middle and an upper one)."""
@@ -53,9 +60,8 @@ def default_taps(target_layers: int) -> tuple[int, int, int]:
     return 2, target_layers // 2, target_layers - 3
 
 
-def to_config_json(config: DrafterConfig) -> dict[str, Any]:
+def to_config_json(config: DrafterConfig, dtype: str = "bfloat16") -> dict[str, Any]:
     """The content of `config.json`: both RoPE styles and both tap conventions (input of layer i; output of layer i)."""
-    plain = config.model_dump(exclude={"tap_hidden_states_ids"})
     taps = list(config.tap_hidden_states_ids)
     return {
         "architectures": [ARCHITECTURE],
@@ -65,24 +71,25 @@ def to_config_json(config: DrafterConfig) -> dict[str, Any]:
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "norm_before_residual": False,
-        "torch_dtype": "bfloat16",
-        **plain,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "torch_dtype": dtype,
+        **config.model_dump(exclude={"tap_hidden_states_ids", "rope_theta", "rope_scaling"}),
+        **rope_to_json(config.rope_theta, config.rope_scaling),
         "eagle_aux_hidden_state_layer_ids": taps,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps], "use_aux_hidden_state": True},
     }
 
 
 def from_config_json(content: Mapping[str, Any], where: str) -> DrafterConfig:
-    """Read a `config.json`. `where` stands in the errors: a missing size, scaled RoPE, or two statements that disagree are refused."""
+    """Read a `config.json`. `where` stands in the errors: a missing size, or two statements that disagree, are refused."""
     if content.get("architectures") != [ARCHITECTURE]:
         found = content.get("architectures")
         raise UserError(f"{where}: architectures = {found!r}, expected [{ARCHITECTURE!r}]: this is no EAGLE-3 drafter")
     if content.get("norm_before_residual"):
         raise UserError(f"{where}: norm_before_residual = true is not supported; export the drafter with norm_before_residual false")
     fields = {name: content[name] for name in DrafterConfig.model_fields if name in content}
-    fields["rope_theta"] = _rope_theta(content, where)
-    fields["tap_hidden_states_ids"] = _taps(content, where)
+    fields["rope_theta"] = theta_from_json(content, where)
+    fields["rope_scaling"] = scaling_from_json(content, where)
+    fields["tap_hidden_states_ids"] = taps_from_json(content, where)
     missing = [name for name, field in DrafterConfig.model_fields.items() if field.is_required() and name not in fields]
     if missing:
         raise UserError(f"{where}: {missing[0]!r} is missing; a drafter's config.json has to state it")
@@ -92,20 +99,8 @@ def from_config_json(content: Mapping[str, Any], where: str) -> DrafterConfig:
         raise UserError(f"{where}: {error}") from error
 
 
-def _rope_theta(content: Mapping[str, Any], where: str) -> float:
-    nested = content.get("rope_parameters") or {}
-    scaling = content.get("rope_scaling") or {}
-    kind = nested.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
-    if kind != "default":
-        raise UserError(f"{where}: rope type {kind!r} is not supported; the drafter's rotary embedding is unscaled ('default')")
-    stated = {float(part["rope_theta"]) for part in (content, nested) if "rope_theta" in part}
-    if len(stated) != 1:
-        found = "is missing" if not stated else f"is stated twice, as {sorted(stated)}"
-        raise UserError(f"{where}: rope_theta {found}; write the target's value once or equally in rope_theta and rope_parameters")
-    return stated.pop()
-
-
-def _taps(content: Mapping[str, Any], where: str) -> tuple[int, ...]:
+def taps_from_json(content: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    """The taps as `hidden_states` indices, from layer inputs (top level), layer outputs (`eagle_config`), or both where they agree."""
     inputs = content.get("eagle_aux_hidden_state_layer_ids")
     outputs = (content.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     converted = None if outputs is None else [layer + 1 for layer in outputs]

@@ -6,6 +6,7 @@ hidden size.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafters.eagle3_ssd.config import DrafterConfig
+from drafters.eagle3_ssd.rope import Rope, RopeScaling
 from infer.kernels import cpu_train
 
 
@@ -31,18 +33,58 @@ class Rotary(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def inverse_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """fp32 [D/2]: theta^(-2i/D), as transformers' default RoPE computes them."""
+def inverse_frequencies(rope: Rope, device: torch.device) -> Tensor:
+    """fp32 [D/2]: theta^(-2i/D), stretched where the config says so, in transformers' order of operations."""
     with torch.inference_mode(False):
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
-        return 1.0 / (theta**exponents)
+        exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.int64, device=device).float() / rope.head_dim
+        periods = rope.theta**exponents
+        return 1.0 / periods if rope.scaling is None else SCALINGS[rope.scaling.rope_type](periods, rope, rope.scaling)
 
 
-def rotary(positions_BS: Tensor, head_dim: int, theta: float) -> Rotary:
+def _linear(periods: Tensor, _: Rope, scaling: RopeScaling) -> Tensor:
+    return 1.0 / periods / scaling.factor
+
+
+def _llama3(periods: Tensor, _: Rope, scaling: RopeScaling) -> Tensor:
+    """Waves longer than the old context divided by `low_freq_factor` are stretched, short ones kept, those between blended."""
+    low, high, old = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
+    assert low is not None and high is not None and old is not None, scaling
+    plain = 1.0 / periods
+    wavelength = 2 * math.pi / plain
+    outer = torch.where(wavelength > old / low, plain / scaling.factor, plain)
+    smooth = (old / wavelength - low) / (high - low)
+    blended = (1 - smooth) * outer / scaling.factor + smooth * outer
+    between = (wavelength >= old / high) & (wavelength <= old / low)
+    return torch.where(between, blended, outer)
+
+
+def _yarn(periods: Tensor, rope: Rope, scaling: RopeScaling) -> Tensor:
+    """Dimensions that turn often in the old context are kept, slow ones stretched, with a linear ramp between (arXiv 2309.00071)."""
+    old = scaling.original_max_position_embeddings
+    assert old is not None, scaling
+
+    def dimension(turns: float) -> float:
+        return rope.head_dim * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = dimension(scaling.beta_fast or 32), dimension(scaling.beta_slow or 1)
+    if scaling.truncate is not False:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.head_dim - 1)
+    width = (last - first) or 0.001
+    places = torch.arange(len(periods), dtype=torch.float32, device=periods.device)
+    kept = 1 - ((places - first) / width).clamp(0, 1)
+    return 1.0 / (scaling.factor * periods) * (1 - kept) + 1.0 / periods * kept
+
+
+SCALINGS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
+
+
+def rotary(positions_BS: Tensor, rope: Rope) -> Rotary:
     """Rotary tables at the given positions, in fp32 whatever the model's dtype."""
-    angles = positions_BS[..., None].float() * inverse_frequencies(head_dim, theta, positions_BS.device)
+    angles = positions_BS[..., None].float() * inverse_frequencies(rope, positions_BS.device)
     both_halves = torch.cat((angles, angles), dim=-1)[:, :, None, :]
-    return Rotary(both_halves.cos(), both_halves.sin())
+    factor = rope.attention_factor
+    return Rotary(both_halves.cos() * factor, both_halves.sin() * factor)
 
 
 def rotate(x_BSXD: Tensor, table: Rotary) -> Tensor:
@@ -140,6 +182,7 @@ class Eagle3Drafter(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=_nan(config.vocab_size, config.hidden_size))
         self.embed_tokens.weight.requires_grad_(False)
+        self.own_embeddings = False  # set where the drafter was read with embeddings in its file: they need not be the target's
         self.fc = nn.Linear(3 * config.target_hidden_size, config.hidden_size, bias=False)
         self.midlayer = MidLayer(config)
         self.layers = nn.ModuleDict({str(index): DecoderLayer(config, index) for index in range(1, config.num_hidden_layers)})
@@ -156,7 +199,7 @@ class Eagle3Drafter(nn.Module):
 
     def forward(self, embeds_BSH: Tensor, features_BSH: Tensor, positions_BS: Tensor, attend: Attend) -> Tensor:
         """One drafter step over S slots; returns the PRE-norm hidden [B, S, H]: feed it back as a feature, or read `logits` off it."""
-        table = rotary(positions_BS, self.config.head_dim, self.config.rope_theta)
+        table = rotary(positions_BS, self.config.rope)
         hidden = self.midlayer(embeds_BSH, features_BSH, table, attend)
         for layer in self.layers.values():
             hidden = layer(hidden, table, attend)

@@ -112,6 +112,15 @@ def test_the_file_has_the_keys_and_shapes_of_eagle3(saved: Path) -> None:
     assert shapes["layers.1.self_attn.q_proj.weight"] == [16, 16]
 
 
+def test_embeddings_of_its_own_stay_with_a_drafter(saved: Path, tmp_path: Path) -> None:
+    """A drafter may come with embeddings that are not the target's; fine-tuning it must not swap them for the target's."""
+    assert not load_drafter(saved, embed_tokens=EMBEDDINGS).model.own_embeddings
+    rewrite(saved, embed_tokens__weight=torch.full((40, 16), 0.5))
+    loaded = load_drafter(saved, facts(), EMBEDDINGS)
+    again = load_drafter(save_drafter(tmp_path / "again-eagle3", loaded.model, loaded.vocab, loaded.card), facts(), EMBEDDINGS)
+    assert torch.equal(again.model.embed_tokens.weight, torch.full((40, 16), 0.5))
+
+
 def test_embeddings_are_needed_from_somewhere(saved: Path) -> None:
     with pytest.raises(UserError, match="takes the target's embeddings"):
         load_drafter(saved)

@@ -60,7 +60,7 @@ def test_upper_layer_is_a_llama_layer() -> None:
     layer.load_state_dict(drafter.layers["1"].state_dict())
     hidden = torch.randn(1, 7, 32)
     theirs = layer(hidden, position_embeddings=LlamaRotaryEmbedding(llama)(hidden, POSITIONS))
-    ours = drafter.layers["1"](hidden, rotary(POSITIONS, 8, 500.0), causal)
+    ours = drafter.layers["1"](hidden, rotary(POSITIONS, CONFIG.rope), causal)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -79,7 +79,7 @@ def test_first_layer_is_the_formula() -> None:
 
     x = torch.cat((norm(e, mid.input_layernorm.weight), norm(r, mid.hidden_norm.weight)), dim=-1)
     q, k, v = (F.linear(x, p.weight).unflatten(-1, (-1, 8)) for p in (mid.self_attn.q_proj, mid.self_attn.k_proj, mid.self_attn.v_proj))
-    table = rotary(POSITIONS, 8, 500.0)
+    table = rotary(POSITIONS, CONFIG.rope)
     want = r + F.linear(causal(0, rotate(q, table), rotate(k, table), v).flatten(2), mid.self_attn.o_proj.weight)
     y = norm(want, mid.post_attention_layernorm.weight)
     gated = F.silu(F.linear(y, mid.mlp.gate_proj.weight)) * F.linear(y, mid.mlp.up_proj.weight)
