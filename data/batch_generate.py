@@ -57,8 +57,11 @@ class BatchGenerator:
 
     @torch.inference_mode()
     def run(self, asks: Iterable[Ask]) -> Iterator[Answer]:
-        """Answer all `asks`, each yielded when it ends. Every prompt plus its new tokens has to fit `max_tokens`."""
-        waiting = deque(asks)
+        """Answer all `asks`, each yielded when it ends. Every prompt plus its new tokens has to fit `max_tokens`.
+
+        A deque is emptied as it is answered, and may be added to meanwhile.
+        """
+        waiting = asks if isinstance(asks, deque) else deque(asks)
         while waiting or any(self.slots):
             free = [i for i, running in enumerate(self.slots) if running is None]
             if waiting and (len(free) * 8 >= len(self.slots)):

@@ -11,29 +11,25 @@ from typing import Any, NamedTuple
 
 from data.conversations import Conversation
 from data.manifest import MANIFEST_NAME, Manifest, Run, Sampling, checksums, read_manifest, write_manifest
+from data.messages import stored
 from data.prompts import Overlap, Prompt, shared_runs
-from data.work import read_lines
+from data.work import RunSettings, read_lines, read_settings, unfinished
 from drafters.errors import UserError
+from drafters.target_files import TargetIdentity
+from drafters.template import differences
 
 Row = dict[str, Any]
 PART_BYTES = 4_000_000  # of JSON in one Parquet part: just below a megabyte when compressed
 
 
-class TargetIdentity(NamedTuple):
-    """The target that wrote the rows, by the hashes of `TargetFacts`."""
-
-    weight_hash: str
-    tokenizer_hash: str
-    template_hash: str
-
-
 class Source(NamedTuple):
-    """The rows of one directory, the runs they come from, and the target's identity where the directory holds it."""
+    """The rows of one directory, the runs they come from, and where the directory holds it, the target's identity and template options."""
 
     path: Path
     rows: list[Row]
     runs: tuple[Run, ...]
     target: TargetIdentity | None
+    template_options: dict[str, Any]
 
 
 def merge(
@@ -43,27 +39,25 @@ def merge(
     prompts: Sequence[Prompt],
     identify: Callable[[], TargetIdentity],
     say: Callable[[str], None],
+    incomplete: bool = False,
 ) -> Manifest:
     """Write the rows of the directories `paths` (of a run, with `work/`, or of a finished corpus) to `out`; `out` may be one of them.
 
     `name` is the target, and `identify` computes its hashes where no directory holds them. Conversations that stand twice are
     taken once, those that share eight words in a row with a user turn of `prompts` not at all.
-    Raises `UserError` where nothing is there, or where different targets wrote the rows.
+    Raises `UserError` where nothing is there, where different targets or template options wrote the rows, and where a shard has
+    not said that it is complete, unless `incomplete` allows that.
     """
-    sources = [_read_source(path, say) for path in paths]
+    sources = [_read_source(path, incomplete, say) for path in paths]
     target = _one_target(sources, identify)
-    for source in sources:
-        if source.target is None:
-            say(f"{source.path} does not say which target wrote it: taken to be {name}")
     rows, num_doubles = _distinct(row for source in sources for row in source.rows)
     rows, offenders = exclude(rows, prompts)
     for line in offenders:
         say(line)
-    runs = tuple(dict.fromkeys(run for source in sources for run in source.runs))
     if not rows:
-        raise UserError(f"{', '.join(map(str, paths))}: no row is left; run the command without --merge first")
+        raise UserError(f"{', '.join(map(str, paths))}: no row is left to write: has the run answered anything yet?")
     files = _write_parts(rows, out)
-    manifest = _describe(name, target, runs, rows, checksums(out, files))
+    manifest = _describe(name, target, sources, rows, checksums(out, files))
     write_manifest(out, manifest)
     say(f"{out}: {manifest.num_rows} conversations, {manifest.num_response_tokens} answer tokens, {len(files)} file(s)")
     say(f"left out: {num_doubles} that stood twice, {len(offenders)} that share words with a measuring prompt")
@@ -82,7 +76,7 @@ def exclude(rows: Sequence[Row], prompts: Sequence[Prompt]) -> tuple[list[Row], 
     return [row for i, row in enumerate(rows) if i not in found], lines
 
 
-def _read_source(path: Path, say: Callable[[str], None]) -> Source:
+def _read_source(path: Path, incomplete: bool, say: Callable[[str], None]) -> Source:
     work = path / "work"
     answers = sorted(work.glob("answers-*.jsonl"))
     if not answers:
@@ -90,23 +84,41 @@ def _read_source(path: Path, say: Callable[[str], None]) -> Source:
             return _read_corpus(path)
         raise UserError(f"{work} holds no answers and {path} no {MANIFEST_NAME}: run the command without --merge first")
     rows = [row for file in answers for row in read_lines(file)]
-    described = sorted(work.glob("target-*.json"))
-    if len(described) < len(answers):
-        say(f"{work}: {len(described)} of {len(answers)} shards say that they are complete; taking what is there")
-    target = _identity(json.loads(described[0].read_text(encoding="utf-8"))) if described else None
-    return Source(path, rows, (_run_of(rows),), target)
+    settings = read_settings(work)
+    if settings is None:
+        say(f"{work} holds no settings: its target is taken to be --target, its {len(answers)} shard(s) to be complete")
+        return Source(path, rows, (_run_of_rows(rows),), None, {})
+    if missing := unfinished(work, settings.shards):
+        what = f"{work}: shard {missing[0]}/{settings.shards} is not complete ({len(rows)} rows are there)"
+        if not incomplete:
+            raise UserError(f"{what}: let its command finish, or add --incomplete to take what is there")
+        say(f"{what}; taking what is there")
+    target = TargetIdentity(settings.target_weight_hash, settings.tokenizer_hash, settings.template_hash)
+    return Source(path, rows, (_run_of_settings(settings),), target, settings.template_options)
 
 
 def _read_corpus(path: Path) -> Source:
     import pyarrow.parquet as pq
 
     manifest = read_manifest(path)
-    rows = [row for name in manifest.files for row in pq.read_table(path / name).to_pylist()]
+    rows = [_without_empty(row) for name in manifest.files for row in pq.read_table(path / name).to_pylist()]
     runs = manifest.runs or (Run(seed=manifest.seed, sampling=manifest.sampling, prompt_source=manifest.prompt_source),)
-    return Source(path, rows, runs, TargetIdentity(manifest.target_weight_hash, manifest.tokenizer_hash, manifest.template_hash))
+    target = TargetIdentity(manifest.target_weight_hash, manifest.tokenizer_hash, manifest.template_hash)
+    return Source(path, rows, runs, target, manifest.template_options)
 
 
-def _run_of(rows: Sequence[Row]) -> Run:
+def _without_empty(row: Row) -> Row:
+    """A row without the empty fields that Parquet gives to all rows and messages because some have them."""
+    messages = [{key: value for key, value in message.items() if value is not None} for message in row["messages"]]
+    return {key: value for key, value in row.items() if value is not None} | {"messages": messages}
+
+
+def _run_of_settings(settings: RunSettings) -> Run:
+    sampling = Sampling(temperatures=settings.temperatures, max_new_tokens=settings.max_new_tokens)
+    return Run(seed=settings.seed, sampling=sampling, prompt_source=settings.prompt_source)
+
+
+def _run_of_rows(rows: Sequence[Row]) -> Run:
     """The settings of a run that stored none, from its rows: ids of self-prompted rows start with the seed."""
     seed, dash, _ = str(rows[0]["id"]).partition("-") if rows else ("", "", "")
     self_prompted = bool(dash) and seed.isdigit()
@@ -120,18 +132,16 @@ def _run_of(rows: Sequence[Row]) -> Run:
     )
 
 
-def _identity(content: dict[str, Any]) -> TargetIdentity:
-    return TargetIdentity(*(content[name] for name in TargetIdentity._fields))
-
-
 def _one_target(sources: Sequence[Source], identify: Callable[[], TargetIdentity]) -> TargetIdentity:
-    known = {source.target: source.path for source in sources if source.target is not None}
-    if len(known) > 1:
-        (first, a), (second, b) = list(known.items())[:2]
-        what = next(field for field in TargetIdentity._fields if getattr(first, field) != getattr(second, field))
-        differ = f"{what} {getattr(first, what)} and {getattr(second, what)}"
-        raise UserError(f"{a} and {b} were written by different targets ({differ}): merge only what one target wrote")
-    return next(iter(known)) if known else identify()
+    known = [source for source in sources if source.target is not None]
+    for source in known[1:]:
+        for field in TargetIdentity._fields:
+            first, other = getattr(known[0].target, field), getattr(source.target, field)
+            if first != other:
+                raise UserError(f"{known[0].path} and {source.path} were written by different targets ({field} {first} and {other})")
+        if found := differences(known[0].template_options, source.template_options):
+            raise UserError(f"{known[0].path} and {source.path} were written with different chat template options ({found[0]})")
+    return known[0].target if known and known[0].target else identify()
 
 
 def _distinct(rows: Iterable[Row]) -> tuple[list[Row], int]:
@@ -157,10 +167,12 @@ def _write_parts(rows: Sequence[Row], out: Path) -> list[Path]:
             size = 0
         parts[-1].append(row)
         size += len(json.dumps(row))
+    columns = dict.fromkeys(key for row in rows for key in row)
     out.mkdir(parents=True, exist_ok=True)
     names = ["corpus.parquet"] if len(parts) == 1 else [f"corpus-{number:02d}.parquet" for number in range(len(parts))]
     for name, part in zip(names, parts, strict=True):  # beside their places first, so that a stop leaves the old corpus whole
-        pq.write_table(pa.Table.from_pylist(part), out / f".{name}", compression="zstd", compression_level=19)
+        table = pa.Table.from_pylist([{key: _column(row, key) for key in columns} for row in part])
+        pq.write_table(table, out / f".{name}", compression="zstd", compression_level=19)
     old = read_manifest(out).files if (out / MANIFEST_NAME).is_file() else ()
     for name in set(old) - set(names):
         (out / name).unlink(missing_ok=True)
@@ -169,12 +181,22 @@ def _write_parts(rows: Sequence[Row], out: Path) -> list[Path]:
     return [out / name for name in names]
 
 
-def _describe(name: str, target: TargetIdentity, runs: Sequence[Run], rows: Sequence[Row], files: dict[str, str]) -> Manifest:
+def _column(row: Row, name: str) -> Any:
+    """A value as its Parquet column holds it: what has no common schema becomes JSON."""
+    value = row.get(name)
+    if name == "messages":
+        return [stored(message) for message in row["messages"]]
+    return json.dumps(value, ensure_ascii=False) if name == "tools" and isinstance(value, list) else value
+
+
+def _describe(name: str, target: TargetIdentity, sources: Sequence[Source], rows: Sequence[Row], files: dict[str, str]) -> Manifest:
+    runs = tuple(dict.fromkeys(run for source in sources for run in source.runs))
     return Manifest(
         target=name,
         target_weight_hash=target.weight_hash,
         tokenizer_hash=target.tokenizer_hash,
         template_hash=target.template_hash,
+        template_options=next((source.template_options for source in sources if source.target), {}),
         sampling=Sampling(
             temperatures=tuple(sorted({heat for run in runs for heat in run.sampling.temperatures})),
             max_new_tokens=max(run.sampling.max_new_tokens for run in runs),

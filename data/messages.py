@@ -77,7 +77,7 @@ def plain(message: Mapping[str, Any]) -> bool:
 def stored(message: Message) -> Message:
     """The message as a Parquet column holds it: tool calls as JSON, since their arguments have no common schema."""
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": json.dumps(calls, ensure_ascii=False)} if calls else message
+    return {**message, "tool_calls": json.dumps(calls, ensure_ascii=False)} if isinstance(calls, list) else message
 
 
 def _text(content: Any, where: str) -> str:

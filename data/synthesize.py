@@ -6,61 +6,75 @@ Interrupted runs go on where they stopped: each finished piece is a line in OUT/
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import random
+import signal
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from rich.progress import Progress
-
+from data.answer_loop import write_answers
+from data.conversations import Conversation, DataError, read_conversations
+from data.progress import Meter
 from data.prompts import read_prompts
 from data.seeds import opening
-from data.work import mend
+from data.talks import Plan, draw_seed
+from data.work import RunSettings, begin, mark_complete, mend
 from drafters.errors import CommandParser, UserError, run_command
+from drafters.target_files import TargetIdentity
+from drafters.template import TemplateOptions
 
 DESCRIPTION = """\
-Write a training corpus with the target itself: it writes user turns, or takes yours from --prompts, and answers them.
-Half of the answers are greedy, half are sampled at temperature 0.8.
+Write a training corpus with the target itself: it writes user turns, or takes the conversations of --prompts, and answers them.
+Half of the answers are greedy, half are sampled at temperature 0.8. Answers that the conversations hold are written anew, turn
+by turn; assistant messages that call tools stay as they are, without being learnt from, because their results follow.
+
+The target runs in this process, or behind --server: any OpenAI-compatible one, such as vLLM (start it with
+--generation-config vllm, so that no sampling setting of the model's own applies) or SGLang.
 
 Writes DIR/corpus.parquet and DIR/manifest.json. After an interruption the same command goes on from DIR/work/."""
 EXAMPLES = """\
   python -m data.synthesize --target builtin:smollm2-135m --out data/corpora/mine --response-tokens 300000
+  python -m data.synthesize --target Qwen/Qwen3-8B --out DIR --prompts chats.jsonl --enable-thinking false \\
+      --server http://localhost:8000 --model Qwen/Qwen3-8B --concurrency 64
   two processes side by side, then their parts together:
   python -m data.synthesize --target T --out DIR --shard 0/2 & python -m data.synthesize --target T --out DIR --shard 1/2; wait
   python -m data.synthesize --target T --out DIR --merge
   a corpus grown by a second run, without questions that are kept for measuring:
   python -m data.synthesize --target T --out data/corpora/mine --merge --from data/corpora/mine runs/more --exclude data/prompts/*.jsonl"""
 ANSWER_TEMPERATURES = (0.0, 0.8)  # half of the answers each: served greedily and sampled
-MAX_PROMPT_TOKENS = 160
+MAX_PROMPT_TOKENS = 160  # of a user turn that the target writes
+RESPONSE_TOKENS = 300_000
 TOKENS_PER_ANSWER_GUESS = 120  # low, so that the prompts do not run out before the tokens asked for are there
-
-
-class Row(NamedTuple):
-    """A user turn to answer, with the temperature of its answer."""
-
-    key: str
-    subject: str
-    prompt: str
-    temperature: float
 
 
 def main(argv: Sequence[str]) -> int:
     options = _arguments(argv)
+    template = TemplateOptions(enable_thinking=options.enable_thinking, tools=options.tools)
+    template.read_tools()
+    measuring = read_prompts(options.exclude) if options.exclude else []
     if options.merge:
-        return _merge(options)
-    work = Path(options.out) / "work"
-    work.mkdir(parents=True, exist_ok=True)
-    from data.batch_generate import BatchGenerator
-    from drafters.targets import load_target
+        return _merge(options, measuring)
+    chats = _read_chats(options.prompts) if options.prompts else None  # mistakes in files come before the target is loaded
+    from drafters.targets import identify
 
-    target = load_target(options.target, options.dtype)
-    generator = BatchGenerator(target, options.batch_size, 512 + options.max_new_tokens)
-    with Progress() as progress:
-        rows = _write_prompts(options, target, generator, work, progress)
-        _write_answers(options, target, generator, rows, work, progress)
-    _finish(options, target, work)
+    work = Path(options.out) / "work"
+    goal = options.response_tokens and options.response_tokens // options.count
+    identity = identify(options.target)
+    begin(work, _settings(options, identity, template, chats), print)
+    mark_complete(work, options.index, False)
+    with _sigterm_interrupts():
+        answerer, target = _answerer(options, template)
+        plans = _plans(options, chats) if chats is not None else _write_prompts(options, target, answerer.generator, work)
+        write_answers(work, options.index, answerer, plans, goal, options.seed, print)
+    mark_complete(work, options.index, True)
+    if options.count == 1:
+        return _merge(options, measuring)
+    print(f"shard {options.shard} is complete; when all are: the same command with --merge")
     return 0
 
 
@@ -68,44 +82,127 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser("python -m data.synthesize", DESCRIPTION, EXAMPLES)
     parser.add_argument("--target", required=True, metavar="T", help="directory, hub id, .gguf file or builtin:smollm2-135m")
     parser.add_argument("--out", required=True, metavar="DIR", help="directory of the corpus, made where it is missing")
+    parser.add_argument("--prompts", nargs="+", metavar="FILE", help="conversations to answer (default: the target writes its own prompts)")
     parser.add_argument(
-        "--prompts", nargs="+", metavar="FILE", help="files of single questions to answer (default: the target writes its own)"
+        "--response-tokens", type=int, metavar="N", help=f"stop after N answer tokens (default: {RESPONSE_TOKENS}; with --prompts, all)"
     )
-    parser.add_argument("--response-tokens", type=int, default=300_000, metavar="N", help="stop after N answer tokens (default: 300000)")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer, in tokens (default: 256)")
+    parser.add_argument("--max-prompt-tokens", type=int, default=512, metavar="N", help="leave out longer prompts (default: 512)")
     parser.add_argument(
         "--prompt-temperature", type=float, default=0.8, metavar="X", help="at which the target writes user turns (default: 0.8)"
     )
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="requests decoded together (default: 64)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the choice of prompts and of the sampling (default: 0)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float16"), help="of the target (default: bfloat16)")
+    parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
+    parser.add_argument("--enable-thinking", type=_truth, metavar="BOOL", help="for chat templates that know it, such as Qwen3's")
+    parser.add_argument("--tools", metavar="FILE", help="JSON list of tools for conversations that name none")
+    parser.add_argument("--server", metavar="URL", help="let an OpenAI-compatible server answer; needs --prompts and --model")
+    parser.add_argument("--model", metavar="NAME", help="the target's name at the server")
+    parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests under way at the server (default: 32)")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the server's key")
     parser.add_argument("--shard", default="0/1", metavar="I/N", help="write the I-th of N parts, I from 0; then --merge (default: 0/1)")
     parser.add_argument("--merge", action="store_true", help="only put together what the shards wrote")
     parser.add_argument(
         "--from", nargs="+", dest="sources", metavar="DIR", help="with --merge: OUT directories of runs, or corpora (default: --out)"
     )
+    parser.add_argument("--incomplete", action="store_true", help="with --merge: take what is there where shards are not complete")
     parser.add_argument(
-        "--exclude", nargs="+", metavar="FILE", help="with --merge: prompts to measure on; what shares eight words with one is left out"
+        "--exclude", nargs="+", metavar="FILE", help="prompts to measure on: what shares eight words with one is left out of the corpus"
     )
-    options = parser.parse_args(argv)
+    return _checked(parser.parse_args(argv))
+
+
+def _checked(options: argparse.Namespace) -> argparse.Namespace:
     index, _, count = options.shard.partition("/")
     if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
         raise UserError(f"--shard {options.shard!r}: write I/N with I below N, for example 0/2")
     options.index, options.count = int(index), int(count)
-    for name in ("response_tokens", "max_new_tokens", "batch_size"):
-        if (value := getattr(options, name)) < 1:
+    for name in ("response_tokens", "max_new_tokens", "max_prompt_tokens", "batch_size", "concurrency"):
+        if (value := getattr(options, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: has to be at least 1")
+    if not options.prompts and options.response_tokens is None:
+        options.response_tokens = RESPONSE_TOKENS
+    if options.server and not (options.prompts and options.model):
+        missing = "--model NAME" if options.prompts else "--prompts FILE"
+        raise UserError(f"--server needs {missing}: a server answers conversations that are given, as the model of that name")
+    if options.api_key_env and options.api_key_env not in os.environ:
+        raise UserError(f"--api-key-env {options.api_key_env}: there is no such environment variable")
     return options
 
 
-def _write_prompts(options: argparse.Namespace, target: Any, generator: Any, work: Path, progress: Progress) -> list[Row]:
-    """All rows of this shard: read from files, or drawn from `data.seeds` and completed by the target."""
+def _truth(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
+
+
+def _read_chats(paths: Sequence[str]) -> list[Conversation]:
+    """The conversations to answer. Raises `DataError` for an id that stands twice, since rows go by their ids."""
+    chats = [conversation for path in paths for conversation in read_conversations(path)]
+    sources: dict[str, str] = {}
+    for chat in chats:
+        if chat.id in sources:
+            raise DataError(f"{chat.source}: the id {chat.id!r} stands at {sources[chat.id]} already: give each conversation its own id")
+        sources[chat.id] = chat.source
+    return chats
+
+
+def _settings(
+    options: argparse.Namespace, target: TargetIdentity, template: TemplateOptions, chats: Sequence[Conversation] | None
+) -> RunSettings:
+    given = [(chat.id, chat.messages, chat.tools) for chat in chats or ()]
+    return RunSettings(
+        target=options.target,
+        target_weight_hash=target.weight_hash,
+        tokenizer_hash=target.tokenizer_hash,
+        template_hash=target.template_hash,
+        template_options=template.recorded(),
+        model=options.model if options.server else None,
+        seed=options.seed,
+        temperatures=ANSWER_TEMPERATURES,
+        prompt_temperature=options.prompt_temperature,
+        max_new_tokens=options.max_new_tokens,
+        max_prompt_tokens=options.max_prompt_tokens,
+        dtype=options.dtype,
+        prompts=hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16] if chats is not None else "",
+        prompt_source="files: " + ", ".join(options.prompts) if options.prompts else "self-prompted (data.seeds)",
+        shards=options.count,
+    )
+
+
+def _answerer(options: argparse.Namespace, template: TemplateOptions) -> tuple[Any, Any]:
+    """Who answers, and the target where it is this process."""
+    if options.server:
+        from data.server_answers import ServerAnswerer
+
+        key = os.environ[options.api_key_env] if options.api_key_env else None
+        server = ServerAnswerer(options.server, options.model, options.max_new_tokens, options.concurrency, template, key)
+        server.check()
+        return server, None
+    import torch
+
+    from data.answerers import TargetAnswerer
+    from data.batch_generate import BatchGenerator
+    from drafters.targets import load_target
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"--device {device}: no GPU is visible to torch; use --device cpu")
+    target = load_target(options.target, options.dtype, device)
+    generator = BatchGenerator(target, options.batch_size, options.max_prompt_tokens + options.max_new_tokens)
+    return TargetAnswerer(target, generator, options.max_prompt_tokens, options.max_new_tokens, template), target
+
+
+def _plans(options: argparse.Namespace, chats: Sequence[Conversation]) -> list[Plan]:
+    mine = chats[options.index :: options.count]
+    return [Plan(chat.id, "file", chat.messages, chat.tools, _temperature(i)) for i, chat in enumerate(mine)]
+
+
+def _write_prompts(options: argparse.Namespace, target: Any, generator: Any, work: Path) -> list[Plan]:
+    """All user turns of this shard: drawn from `data.seeds`, completed by the target."""
     from data.batch_generate import Ask
 
-    if options.prompts:
-        prompts = [prompt for prompt in read_prompts(options.prompts) if len(prompt.messages) == 1]
-        mine = prompts[options.index :: options.count]
-        return [Row(p.id, "file", p.messages[0]["content"], _temperature(i)) for i, p in enumerate(mine)]
     share = options.response_tokens // options.count
     drawn = {}
     for i in range(options.index, options.count * (share // TOKENS_PER_ANSWER_GUESS + 1), options.count):
@@ -113,87 +210,49 @@ def _write_prompts(options: argparse.Namespace, target: Any, generator: Any, wor
     file = work / f"prompts-{options.index}.jsonl"
     done = {line["key"]: line for line in mend(file)}
     asks = [
-        Ask(key, _user_turn(target.tokenizer, o.text), options.prompt_temperature, MAX_PROMPT_TOKENS, _seed(options.seed, key, "prompt"))
+        Ask(
+            key, _user_turn(target.tokenizer, o.text), options.prompt_temperature, MAX_PROMPT_TOKENS, draw_seed(options.seed, key, "prompt")
+        )
         for key, o in drawn.items()
         if o.continues and key not in done
     ]
-    task = progress.add_task("prompts", total=len(asks))
-    with file.open("a", encoding="utf-8") as out:
+    with file.open("a", encoding="utf-8") as out, Meter("prompts", len(asks)) as meter:
         for answer in generator.run(asks):
             text = target.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
             done[answer.key] = {"key": answer.key, "text": text, "ended": answer.ended}
             print(json.dumps(done[answer.key]), file=out, flush=True)
-            progress.advance(task)
-    rows = []
+            meter.add(1)
+    plans = []
     for position, (key, o) in enumerate(drawn.items()):
         text = (o.text + done[key]["text"] if o.continues else o.text).strip()
         if text and (not o.continues or done[key]["ended"]):  # a turn that never ended is no prompt
-            rows.append(Row(key, o.subject, text, _temperature(position)))
-    return rows
+            plans.append(Plan(key, o.subject, ({"role": "user", "content": text},), (), _temperature(position)))
+    return plans
 
 
-def _write_answers(options: argparse.Namespace, target: Any, generator: Any, rows: list[Row], work: Path, progress: Progress) -> None:
-    from data.batch_generate import Ask
-    from data.render import render_prompt
-
-    file = work / f"answers-{options.index}.jsonl"
-    finished = mend(file)
-    done, tokens = {line["id"] for line in finished}, sum(line["tokens"] for line in finished)
-    goal = options.response_tokens // options.count
-    by_key = {row.key: row for row in rows}
-
-    def asks() -> Iterator[Ask]:
-        for row in rows:
-            ids = tuple(render_prompt([{"role": "user", "content": row.prompt}], target.tokenizer))
-            if row.key not in done and len(ids) <= 512:
-                yield Ask(row.key, ids, row.temperature, options.max_new_tokens, _seed(options.seed, row.key, "answer"))
-
-    task = progress.add_task("answer tokens", total=goal, completed=min(tokens, goal))
-    with file.open("a", encoding="utf-8") as out:
-        for answer in generator.run(asks()) if tokens < goal else ():
-            row = by_key[answer.key]
-            text = target.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-            if not text.strip():
-                continue
-            messages = [{"role": "user", "content": row.prompt}, {"role": "assistant", "content": text}]
-            line = {"id": row.key, "messages": messages, "finish_reason": "stop" if answer.ended else "length"}
-            line |= {"subject": row.subject, "temperature": row.temperature, "tokens": len(answer.token_ids)}
-            print(json.dumps(line), file=out, flush=True)
-            tokens += line["tokens"]
-            progress.update(task, completed=min(tokens, goal))
-            if tokens >= goal:
-                break
-
-
-def _finish(options: argparse.Namespace, target: Any, work: Path) -> None:
-    facts = {key: getattr(target.facts, key) for key in ("weight_hash", "tokenizer_hash", "template_hash")}
-    (work / f"target-{options.index}.json").write_text(json.dumps({"name": options.target, **facts}))
-    if options.count == 1:
-        _merge(options)
-    else:
-        print(f"shard {options.shard} is complete; when all are: the same command with --merge")
-
-
-def _merge(options: argparse.Namespace) -> int:
-    """Put rows of the directories `--from` into OUT/*.parquet with a manifest."""
-    from data.merge import TargetIdentity, merge
-
-    def identify() -> TargetIdentity:
-        from drafters.targets import load_target
-
-        facts = load_target(options.target, options.dtype, fuse_layers=False).facts
-        return TargetIdentity(facts.weight_hash, facts.tokenizer_hash, facts.template_hash)
+def _merge(options: argparse.Namespace, measuring: Sequence[Any]) -> int:
+    """Put the rows of the directories `--from` into OUT/*.parquet with a manifest."""
+    from data.merge import merge
+    from drafters.targets import identify
 
     out = Path(options.out)
-    merge(
-        options.target,
-        [Path(path) for path in options.sources or [out]],
-        out,
-        read_prompts(options.exclude) if options.exclude else [],
-        identify,
-        print,
-    )
+    sources = [Path(path) for path in options.sources or [out]]
+    merge(options.target, sources, out, measuring, lambda: identify(options.target), print, options.incomplete)
     return 0
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Inside, SIGTERM stops the run as Ctrl-C does; every finished line is on disk by then."""
+
+    def on_signal(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _user_turn(tokenizer: Any, text: str) -> tuple[int, ...]:
@@ -205,10 +264,6 @@ def _user_turn(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 def _temperature(position: int) -> float:
     return ANSWER_TEMPERATURES[position % len(ANSWER_TEMPERATURES)]
-
-
-def _seed(seed: int, key: str, purpose: str) -> int:
-    return random.Random(f"{seed}:{key}:{purpose}").getrandbits(48)
 
 
 if __name__ == "__main__":

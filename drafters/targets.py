@@ -18,12 +18,13 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from drafters.errors import UserError
-from drafters.target_files import resolve_target
+from drafters.target_files import TargetIdentity, resolve_target
 from infer.kernels.decoder_layer import FusedDecoderLayer, fits
 from infer.kernels.linear import PackedLinear, fuse, pack
 from infer.kernels.paged_attention import DocumentContext, attend_in_context
 
 ATTENTION = "ssd_context"  # the name under which our attention function is registered with transformers
+LOADED_OTHERWISE = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}  # of a config: how it is loaded, not what it is
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -47,6 +48,11 @@ class TargetFacts:
     max_position_embeddings: int
     end_token_ids: tuple[int, ...]
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)  # as transformers 5 states them: theta, type, scaling
+
+    @property
+    def identity(self) -> TargetIdentity:
+        """Its hashes."""
+        return TargetIdentity(self.weight_hash, self.tokenizer_hash, self.template_hash)
 
 
 @dataclass(frozen=True)
@@ -82,14 +88,14 @@ def load_target(spec: str, dtype: str = "bfloat16", device: str = "cpu", cache_d
 
     Raises `UserError` where it cannot be found or read, or where the dtype is not one of `DTYPES`.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(ATTENTION, attend_in_context)
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
     path = resolve_target(spec, cache_dir)
+    tokenizer = _tokenizer(spec, path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation=ATTENTION)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"target {spec!r} could not be loaded from {path}: {error}") from error
@@ -100,6 +106,29 @@ def load_target(spec: str, dtype: str = "bfloat16", device: str = "cpu", cache_d
     if fuse_layers:
         _speed_up(model)
     return Target(model, tokenizer, facts, head.detach(), embed.detach())
+
+
+def identify(spec: str, cache_dir: Path | None = None) -> TargetIdentity:
+    """The identity of a target as `load_target` gives it, without loading its weights."""
+    from transformers import AutoConfig
+
+    path = resolve_target(spec, cache_dir)
+    tokenizer = _tokenizer(spec, path)
+    return TargetIdentity(_weight_hash(Path(path), AutoConfig.from_pretrained(path)), tokenizer_hash(tokenizer), _template_hash(tokenizer))
+
+
+def load_tokenizer(spec: str, cache_dir: Path | None = None) -> Any:
+    """The tokenizer of a target alone. Raises `UserError` as `load_target` does."""
+    return _tokenizer(spec, resolve_target(spec, cache_dir))
+
+
+def _tokenizer(spec: str, path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"target {spec!r} could not be loaded from {path}: {error}") from error
 
 
 @contextmanager
@@ -168,9 +197,9 @@ def _facts(spec: str, path: Path, model: Any, tokenizer: Any) -> TargetFacts:
     rope = getattr(config, "rope_parameters", None) or {}
     return TargetFacts(
         name=spec,
-        weight_hash=_weight_hash(path, model),
+        weight_hash=_weight_hash(path, model.config),
         tokenizer_hash=tokenizer_hash(tokenizer),
-        template_hash=_sha256(str(tokenizer.chat_template).encode()),
+        template_hash=_template_hash(tokenizer),
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         num_hidden_layers=config.num_hidden_layers,
@@ -197,7 +226,11 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return _sha256(json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])).encode())
 
 
-def _weight_hash(path: Path, model: Any) -> str:
+def _template_hash(tokenizer: Any) -> str:
+    return _sha256(str(tokenizer.chat_template).encode())
+
+
+def _weight_hash(path: Path, config: Any) -> str:
     """Of the files where the target is a directory (sampled: first and last MiB of each, and the size), of the config elsewhere."""
     digest = hashlib.sha256()
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
@@ -209,7 +242,8 @@ def _weight_hash(path: Path, model: Any) -> str:
             stream.seek(max(0, size - (1 << 20)))
             digest.update(stream.read(1 << 20))
     if not files:
-        digest.update(model.config.to_json_string().encode())
+        content = {key: value for key, value in config.to_dict().items() if key not in LOADED_OTHERWISE}
+        digest.update(json.dumps(content, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
 
 

@@ -12,9 +12,11 @@ import pytest
 from data import merge as merging
 from data.conversations import read_conversations
 from data.manifest import Manifest, check_files, read_manifest
-from data.merge import TargetIdentity, merge
+from data.merge import merge
 from data.prompts import Prompt
+from data.work import RunSettings, begin, mark_complete
 from drafters.errors import UserError
+from drafters.target_files import TargetIdentity
 
 TARGET = TargetIdentity("w", "k", "t")
 QUESTION = "Why does the moon look larger when it is close to the horizon?"
@@ -26,19 +28,40 @@ def row(name: str, question: str, tokens: int = 5, temperature: float = 0.0, cut
     return {"id": name, "messages": messages, "finish_reason": reason, "subject": "code", "temperature": temperature, "tokens": tokens}
 
 
-def write_run(path: Path, *shards: list[dict[str, Any]], target: TargetIdentity | None = TARGET) -> Path:
-    """Work files as a run leaves them, one list of rows for each shard."""
-    (path / "work").mkdir(parents=True)
+def write_run(path: Path, *shards: list[dict[str, Any]], seed: int | None = 0, complete: bool = True, **changes: Any) -> Path:
+    """Work files as a run leaves them, one list of rows for each shard; with `seed` None of a run that kept no settings."""
+    work = path / "work"
+    if seed is not None:
+        begin(work, run_settings(seed=seed, shards=len(shards), **changes), print)
+    work.mkdir(parents=True, exist_ok=True)
     for number, rows in enumerate(shards):
-        (path / "work" / f"answers-{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        if target is not None:
-            (path / "work" / f"target-{number}.json").write_text(json.dumps({"name": "T", **target._asdict()}))
+        (work / f"answers-{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        mark_complete(work, number, complete)
     return path
 
 
-def put_together(out: Path, *paths: Path, prompts: list[Prompt] | None = None) -> tuple[Manifest, list[str]]:
+def run_settings(**changes: Any) -> RunSettings:
+    usual: dict[str, Any] = {
+        "target": "T",
+        "target_weight_hash": "w",
+        "tokenizer_hash": "k",
+        "template_hash": "t",
+        "seed": 0,
+        "temperatures": (0.0, 0.8),
+        "prompt_temperature": 0.8,
+        "max_new_tokens": 9,
+        "max_prompt_tokens": 64,
+        "dtype": "float32",
+        "prompts": "",
+        "prompt_source": "self-prompted",
+        "shards": 1,
+    }
+    return RunSettings(**(usual | changes))
+
+
+def put_together(out: Path, *paths: Path, prompts: list[Prompt] | None = None, incomplete: bool = False) -> tuple[Manifest, list[str]]:
     said: list[str] = []
-    return merge("T", paths, out, prompts or [], lambda: TARGET, said.append), said
+    return merge("T", paths, out, prompts or [], lambda: TARGET, said.append, incomplete), said
 
 
 def ids(out: Path) -> list[str]:
@@ -47,15 +70,15 @@ def ids(out: Path) -> list[str]:
 
 def test_shards_and_runs_are_put_together_without_doubles(tmp_path: Path) -> None:
     first = write_run(tmp_path / "a", [row("0-2", "B?", 7, 0.8, cut=True)], [row("0-1", "A?", 3)])
-    second = write_run(tmp_path / "b", [row("1-1", "A?", 3), row("1-2", "C?", 9, cut=True)])
+    second = write_run(tmp_path / "b", [row("1-1", "A?", 3), row("1-2", "C?", 9, cut=True)], seed=1, max_new_tokens=12)
     manifest, said = put_together(tmp_path / "out", first, second)
     assert ids(tmp_path / "out") == ["0-1", "0-2", "1-2"]
     assert (manifest.num_rows, manifest.num_response_tokens, manifest.num_truncated) == (3, 19, 2)
     assert [(run.seed, run.sampling.temperatures, run.sampling.max_new_tokens) for run in manifest.runs] == [
-        (0, (0.0, 0.8), 7),
-        (1, (0.0,), 9),
+        (0, (0.0, 0.8), 9),
+        (1, (0.0, 0.8), 12),
     ]
-    assert (manifest.seed, manifest.sampling.temperatures, manifest.sampling.max_new_tokens) == (0, (0.0, 0.8), 9)
+    assert (manifest.seed, manifest.sampling.temperatures, manifest.sampling.max_new_tokens) == (0, (0.0, 0.8), 12)
     assert manifest.target_weight_hash == "w" and read_manifest(tmp_path / "out") == manifest
     check_files(tmp_path / "out", manifest)
     assert said[-1] == "left out: 1 that stood twice, 0 that share words with a measuring prompt"
@@ -67,7 +90,7 @@ def test_a_finished_corpus_grows_in_its_place_and_old_files_go(tmp_path: Path, m
     keeper.write_text("mine")
     before = pq.read_table(out / "corpus.parquet").to_pylist()
     monkeypatch.setattr(merging, "PART_BYTES", 500)
-    manifest, _ = put_together(out, out, write_run(tmp_path / "b", [row("1-0", "new?")]))
+    manifest, _ = put_together(out, out, write_run(tmp_path / "b", [row("1-0", "new?")], seed=1))
     assert len(manifest.files) > 1 and sorted(manifest.files) == sorted(p.name for p in out.glob("*.parquet"))
     assert not list(out.glob(".*")) and keeper.read_text() == "mine"
     assert [r for name in sorted(manifest.files) for r in pq.read_table(out / name).to_pylist()][:5] == before
@@ -86,24 +109,55 @@ def test_measuring_prompts_are_kept_out_and_named(tmp_path: Path) -> None:
 
 
 def test_a_run_still_being_written_is_left_as_it_is(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "a", [row("0-1", "A?")], target=None)
+    run = write_run(tmp_path / "a", [row("3-1", "A?", 5), row("3-2", "B?", 8, 0.8)], seed=None)
     file = run / "work" / "answers-0.jsonl"
     with file.open("a") as out:
-        out.write('{"id": "0-2", "mess')
+        out.write('{"id": "3-3", "mess')
     content = file.read_bytes()
-    _, said = put_together(tmp_path / "out", run)
-    assert ids(tmp_path / "out") == ["0-1"] and file.read_bytes() == content
-    assert any("0 of 1 shards say that they are complete" in line for line in said)
-    assert any("does not say which target wrote it: taken to be T" in line for line in said)
+    manifest, said = put_together(tmp_path / "out", run)
+    assert ids(tmp_path / "out") == ["3-1", "3-2"] and file.read_bytes() == content
+    assert "holds no settings: its target is taken to be --target, its 1 shard(s) to be complete" in said[0]
+    (run_read,) = manifest.runs  # from its rows, as far as they show
+    assert (run_read.seed, run_read.sampling.temperatures, run_read.sampling.max_new_tokens) == (3, (0.0, 0.8), 8)
+
+
+def test_shards_that_are_not_complete_are_refused_unless_that_is_asked_for(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", [row("0-1", "A?")], [row("0-2", "B?")], complete=False)
+    mark_complete(run / "work", 0, True)
+    with pytest.raises(
+        UserError, match=r"a/work: shard 1/2 is not complete \(2 rows are there\): let its command finish, or add --incomplete"
+    ):
+        put_together(tmp_path / "out", run)
+    assert not (tmp_path / "out").exists()
+    _, said = put_together(tmp_path / "out", run, incomplete=True)
+    assert ids(tmp_path / "out") == ["0-1", "0-2"] and "taking what is there" in said[0]
+
+
+def test_tools_and_calls_survive_the_corpus_and_its_growth(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Lima"}}}
+    other = {"type": "function", "function": {"name": "clock", "arguments": {"zone": 5}}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    rows = [row("0-1", "A?"), row("0-2", "B?"), row("0-3", "C?")]
+    rows[1]["messages"].insert(1, {"role": "assistant", "content": "", "tool_calls": [call, other], "weight": 0})
+    rows[1]["messages"].insert(2, {"role": "tool", "content": "rain"})
+    rows[1]["tools"] = [tool]
+    put_together(tmp_path / "out", write_run(tmp_path / "a", rows))
+    put_together(tmp_path / "out", tmp_path / "out", write_run(tmp_path / "b", [row("1-1", "D?")], seed=1))
+    read = {c.id: c for c in read_conversations(tmp_path / "out")}
+    assert [(list(c.messages), list(c.tools)) for c in read.values()][:3] == [(r["messages"], r.get("tools", [])) for r in rows]
+    assert read["1-1"].tools == ()
 
 
 def test_different_targets_and_empty_directories_are_refused(tmp_path: Path) -> None:
     first = write_run(tmp_path / "a", [row("0-1", "A?")])
-    other = write_run(tmp_path / "b", [row("1-1", "B?")], target=TARGET._replace(template_hash="u"))
+    other = write_run(tmp_path / "b", [row("1-1", "B?")], template_hash="u")
+    thinks = write_run(tmp_path / "d", [row("1-1", "B?")], template_options={"enable_thinking": True})
     with pytest.raises(UserError, match=r"written by different targets \(template_hash t and u\)"):
         put_together(tmp_path / "out", first, other)
+    with pytest.raises(UserError, match=r"different chat template options \(enable_thinking was not given, is True now\)"):
+        put_together(tmp_path / "out", first, thinks)
     with pytest.raises(UserError, match="void/work holds no answers"):
         put_together(tmp_path / "out", tmp_path / "void")
-    with pytest.raises(UserError, match="no row is left"):
+    with pytest.raises(UserError, match="no row is left to write"):
         put_together(tmp_path / "out", write_run(tmp_path / "c", []))
     assert not (tmp_path / "out").exists()

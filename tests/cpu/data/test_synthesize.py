@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -143,7 +146,7 @@ def test_a_greedy_row_is_what_the_target_answers(whole: Path, target: Target, di
     row = next(row for row in _rows(whole) if row["temperature"] == 0.0)
     asked = target.tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_tensors="pt", return_dict=True)
     out = plain.generate(**asked, max_new_tokens=NEW, do_sample=False)[0, asked["input_ids"].shape[1] :]
-    assert target.tokenizer.decode(out, skip_special_tokens=True) == row["messages"][1]["content"]
+    assert target.tokenizer.decode(out[:-1] if out[-1] == END else out) == row["messages"][1]["content"]
 
 
 @pytest.mark.parametrize("after", [1, 5])
@@ -195,6 +198,91 @@ def test_shards_are_put_together_by_merge(directory: Path, prompts: Path, tmp_pa
     check_files(tmp_path / "two", read_manifest(tmp_path / "two"))
 
 
+def test_a_run_that_was_begun_otherwise_is_refused(
+    directory: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--prompts", str(prompts), "--response-tokens", "20"]
+    assert _run(directory, tmp_path, *options) == 0
+    rows = _rows(tmp_path)
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"id": "x", "prompt": "Something else?"}\n')
+    for change, said in (
+        (["--seed", "1"], "was begun with seed = 0, this command has 1: give the same, or another --out"),
+        (["--max-new-tokens", "5"], "max_new_tokens = 12, this command has 5"),
+        (["--prompts", str(other)], "prompts = "),
+        (["--shard", "0/2"], "shards = 1, this command has 2"),
+        (["--enable-thinking", "true"], "template_options = {}, this command has {'enable_thinking': True}"),
+    ):
+        assert _run(directory, tmp_path, *options, *change) == 2
+        assert said in capsys.readouterr().err
+    assert _rows(tmp_path) == rows
+    assert _run(directory, tmp_path, *options[:3], "60", "--batch-size", "3") == 0  # more tokens, in other batches
+    assert len(_rows(tmp_path)) > len(rows)
+
+
+def test_work_of_a_run_without_settings_goes_on_with_a_warning(
+    whole: Path, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(whole / "work", tmp_path / "work")
+    (tmp_path / "work" / "settings.json").unlink()
+    assert _run(directory, tmp_path, "--response-tokens", "900") == 0
+    assert "holds lines of a run that kept no settings" in capsys.readouterr().out
+    assert _rows(tmp_path) == _rows(whole)
+
+
+def test_conversations_are_answered_turn_by_turn(directory: Path, target: Target, tmp_path: Path) -> None:
+    """Each answer is the target's to what it said before, not to the answers that the file holds; a stop loses no turn."""
+    plain: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    chats = tmp_path / "chats.jsonl"
+    with chats.open("w") as file:
+        for name in "abcdef":
+            turns = [("user", f"One {name}?"), ("assistant", "No."), ("user", "Two?"), ("assistant", "No."), ("user", "Three?")]
+            print(json.dumps({"id": name, "messages": [{"role": role, "content": text} for role, text in turns]}), file=file)
+    assert _run(directory, tmp_path / "out", "--prompts", str(chats)) == 0
+    rows = _rows(tmp_path / "out")
+    assert [row["id"] for row in rows] == list("abcdef")
+    longest: list[dict[str, str]] = max((row["messages"] for row in rows if row["temperature"] == 0.0), key=len)
+    for index in range(1, len(longest), 2):
+        asked = target.tokenizer.apply_chat_template(longest[:index], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        out = plain.generate(**asked, max_new_tokens=NEW, do_sample=False)[0, asked["input_ids"].shape[1] :]
+        assert target.tokenizer.decode(out[:-1] if out[-1] == END else out) == longest[index]["content"]
+    assert max(len(row["messages"]) for row in rows) > 2, "no conversation went on to its second turn"
+    assert all(row["finish_reason"] == "length" for row in rows if len(row["messages"]) < 6)
+    kept = (tmp_path / "out" / "work" / "turns-0.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "out" / "work" / "turns-0.jsonl").write_text("".join(kept[:4]))
+    (tmp_path / "out" / "work" / "answers-0.jsonl").write_text("")
+    assert _run(directory, tmp_path / "out", "--prompts", str(chats)) == 0
+    assert _rows(tmp_path / "out") == rows
+
+
+def test_sigterm_keeps_what_is_finished(
+    directory: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain_run = BatchGenerator.run
+
+    def terminated(self: BatchGenerator, asks: Iterable[Ask]) -> Iterator[Answer]:
+        for count, answer in enumerate(plain_run(self, asks)):
+            if count == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield answer
+
+    monkeypatch.setattr(BatchGenerator, "run", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    assert _run(directory, tmp_path, "--prompts", str(prompts)) == 130
+    assert signal.getsignal(signal.SIGTERM) is before and capsys.readouterr().err.splitlines()[-1] == "interrupted"
+    assert len((tmp_path / "work" / "answers-0.jsonl").read_text().splitlines()) == 2
+    assert _run(directory, tmp_path, "--merge") == 2 and "is not complete" in capsys.readouterr().err
+    assert _run(directory, tmp_path, "--merge", "--incomplete") == 0 and len(_rows(tmp_path)) == 2
+
+
+def test_long_prompts_are_left_out_and_named(directory: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"id": "long", "prompt": "word " * 100}) + "\n")
+    assert _run(directory, tmp_path, "--prompts", str(prompts), str(long), "--max-prompt-tokens", "100") == 0
+    assert "left out: long: its prompt has " in capsys.readouterr().out
+    assert len(_rows(tmp_path)) == 10
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -202,7 +290,11 @@ def test_shards_are_put_together_by_merge(directory: Path, prompts: Path, tmp_pa
         (["--response-tokens", "0"], "--response-tokens 0: has to be at least 1"),
         (["--batch-size", "0"], "--batch-size 0: has to be at least 1"),
         (["--max-new-tokens", "-1"], "--max-new-tokens -1: has to be at least 1"),
-        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--prompts", "nowhere.jsonl", "--target", "/nowhere"], "nowhere.jsonl"),  # before the target is looked for
+        (["--exclude", "nowhere.jsonl", "--target", "/nowhere"], "nowhere.jsonl"),
+        (["--enable-thinking", "maybe"], "'maybe' is neither true nor false"),
+        (["--tools", "nowhere.json"], "template.tools = nowhere.json: no such file"),
+        (["--server", "http://127.0.0.1:9"], "--server needs --prompts FILE"),
         (["--target", "./nowhere"], "target './nowhere' is neither a directory"),
         (["--merge"], "run the command without --merge first"),
     ],

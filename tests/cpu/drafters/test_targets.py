@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from drafters import target_files
 from drafters.errors import UserError
 from drafters.target_files import BuiltinTarget
-from drafters.targets import Target, load_target, tap_features
+from drafters.targets import Target, identify, load_target, tap_features
 from infer.kernels.linear import PackedLinear
 from infer.kernels.paged_attention import DocumentContext
 from tests.tiny import SPECIALS, save_tiny_target, tiny_model, tiny_tokenizer
@@ -167,6 +167,13 @@ def test_hashes_change_with_what_they_stand_for(copy: Path, target: Target, tmp_
     changed = load_target(str(copy), "float32").facts
     assert changed.weight_hash == target.facts.weight_hash
     assert changed.tokenizer_hash != target.facts.tokenizer_hash and changed.template_hash != target.facts.template_hash
+
+
+def test_a_target_is_identified_without_its_weights(target: Target, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
+    assert identify(str(directory)) == target.facts.identity
+    with pytest.raises(UserError, match="is neither a directory"):
+        identify(str(directory / "nowhere"))
 
 
 @pytest.mark.parametrize(("configured", "expected"), [([2, 7, 5], (2, 5, 7)), (7, (2, 7)), (None, (2,))], ids=["list", "one", "none"])

@@ -10,6 +10,7 @@ from tests.tiny import save_tiny_drafter, save_tiny_target
 
 def write_recipe(directory: Path) -> Path:
     """`recipe.yaml` in `directory`, beside target and drafter."""
+    directory.mkdir(exist_ok=True)
     target_directory = save_tiny_target(directory / "target")
     drafter = save_tiny_drafter(directory / "tiny-eagle3", load_target(str(target_directory), "float32"))
     recipe = directory / "recipe.yaml"
