@@ -29,6 +29,7 @@ class DraftModel:
         self.vocab, self.config, self.card = loaded.vocab, loaded.config, loaded.card
         model = loaded.model.requires_grad_(False).eval()
         self.embeddings = model.embed_tokens.weight
+        cpu_rows.compile_now(self.embeddings)
         self.blocks = BlockPool(-(-pool_tokens // BLOCK), BLOCK)
         heads_MD = (self.config.num_key_value_heads, self.config.head_dim)
         self.pool = KvPool.allocate(self.config.num_hidden_layers, self.blocks.num_blocks, BLOCK, heads_MD, like=self.embeddings)

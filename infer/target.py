@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from drafters.targets import Target, taps_of
 from infer.blocks import BlockPool
+from infer.kernels import cpu_rows
 from infer.kernels.paged_attention import KvPool, PagedContext, PagedRequest
 
 BLOCK = 16
@@ -38,6 +39,7 @@ class TargetRunner:
 
     def __init__(self, target: Target, pool_tokens: int, tap_ids: Sequence[int] = (), fuse_taps: nn.Module | None = None) -> None:
         self.target, self.tap_ids, self.fuse_taps = target, tuple(tap_ids), fuse_taps
+        cpu_rows.compile_now(target.embed_weight)
         facts = target.facts
         self.blocks = BlockPool(-(-pool_tokens // BLOCK), BLOCK)
         heads_MD = (facts.num_key_value_heads, facts.head_dim)

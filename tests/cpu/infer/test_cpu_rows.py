@@ -103,3 +103,18 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None
 def test_many_rows_are_left_to_torch() -> None:
     pool, _, qkv, _ = _batch(torch.float32, False)
     assert not PagedContext.build(pool, [PagedRequest((1, 2, 3, 4), FEW_ROWS + 1, FEW_ROWS + 1)], qkv.device).in_rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_is_compiled_after_compile_now(dtype: torch.dtype) -> None:
+    """A draft process that compiled in its first round would be taken for dead."""
+    cpu_rows.compile_now(torch.zeros(1, dtype=dtype))
+    kernels = cpu_rows._KERNELS[dtype]
+    before = [len(kernel.signatures) for kernel in kernels]
+    pool, requests, qkv, turn = _batch(dtype, True)
+    PagedContext.build(pool, requests, qkv.device).attend_rows(0, qkv, turn, 0.25)
+    x, weight = torch.randn(3, 48).to(dtype), torch.rand(48).to(dtype)
+    cpu_rows.pair_norm(x, weight, x, weight, 1e-5)
+    cpu_rows.add_norm(x, x, weight, 1e-5)
+    cpu_rows.silu_mul(x)
+    assert [len(kernel.signatures) for kernel in kernels] == before and min(before) > 0
