@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 
 try:
     from drafters.errors import CommandParser, UserError, run_command
@@ -17,6 +18,7 @@ except ModuleNotFoundError:
 from drafters.settings import load_settings
 from train.config import TrainSettings
 
+SHARDING = ("none", "zero1", "zero2", "zero3", "fsdp2")
 DESCRIPTION = """\
 Train an EAGLE-3 drafter for SSD (speculative speculative decoding) on text that the target wrote.
 
@@ -26,6 +28,7 @@ EXAMPLES = """\
   accelerate launch train/eagle3_selfcond.py --config recipes/smollm2-135m/train.yaml
   ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 train/eagle3_selfcond.py --config R minutes=10   (two on CPU)
   python train/eagle3_selfcond.py --config R drafter.num_hidden_layers=2 output=runs/train/two-layers
+  python train/eagle3_selfcond.py --config R --dry-run --gpu H100 --ranks 8 --sharding zero2   (what it would take)
 
 Every setting of train/config.py can be given as key=value; a list of stages as 'curriculum=[{steps: 100, depth: 3}]'."""
 
@@ -34,6 +37,8 @@ def main(argv: list[str]) -> int:
     """The command."""
     options = parse(argv)
     settings = load_settings(TrainSettings, options.config, options.overrides)
+    if options.dry_run:
+        return plan(settings, options)
     check_launch()
     import torch  # below the settings, so that a mistyped key is answered at once
 
@@ -54,8 +59,28 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Options of the command; `overrides` are the key=value pairs."""
     parser = CommandParser("train/eagle3_selfcond.py", DESCRIPTION, EXAMPLES)
     parser.add_argument("--config", required=True, metavar="RECIPE", help="a YAML recipe, for example recipes/smollm2-135m/train.yaml")
+    parser.add_argument("--dry-run", action="store_true", help="print what the run would take, and load nothing")
+    planning = parser.add_argument_group("with --dry-run")
+    planning.add_argument("--gpu", default="H100", metavar="NAME", help="plan for this GPU, or 'cpu' for this machine [H100]")
+    planning.add_argument("--ranks", type=int, default=1, metavar="N", help="on so many of them [1]")
+    planning.add_argument("--sharding", default="none", choices=SHARDING, help="what ranks share instead of each holding it [none]")
+    planning.add_argument("--share", type=float, default=0.4, metavar="X", help="expected share of the device's matrix rate [0.4]")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
     return parser.parse_intermixed_args(argv)
+
+
+def plan(settings: TrainSettings, options: argparse.Namespace) -> int:
+    """Print what the run would take."""
+    if options.ranks < 1 or not 0 < options.share <= 1:
+        raise UserError(f"--ranks = {options.ranks}, --share = {options.share}: at least one rank, and a share above 0 and at most 1")
+    from rich.console import Console
+
+    from train.dry_run import Launch, dry_run
+    from train.memory import Sharding
+
+    launch = Launch(options.gpu, options.ranks, Sharding(options.sharding), options.share)
+    dry_run(settings, Path(options.config), launch, Console())
+    return 0
 
 
 def check_launch() -> None:

@@ -1,0 +1,114 @@
+"""Planned memory against what autograd really keeps, and against a real run of the CPU recipe."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from drafters.eagle3_ssd.config import DrafterConfig
+from drafters.eagle3_ssd.model import Eagle3Drafter
+from tests.cpu.train.small import packed
+from train.config import LossSettings
+from train.features import Features
+from train.memory import SLACK, Part, Place, Sharding, memory, moved_bytes, peak, saved_bytes
+from train.objective import Objective, Scales, choose_anchors, count
+from train.plan import Forward, parameters
+
+ROOT = Path(__file__).parents[3]
+LENGTH = 128
+CONFIG = DrafterConfig(
+    hidden_size=64,
+    intermediate_size=160,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    num_hidden_layers=3,
+    rope_theta=100.0,
+    max_position_embeddings=256,
+    vocab_size=300,
+    draft_vocab_size=256,
+    target_hidden_size=64,
+    tap_hidden_states_ids=(1, 2, 3),
+)
+
+
+def features() -> Features:
+    """Two rows with the sizes of CONFIG."""
+    base = packed([[(100, [0] * 20 + [1] * 80)], [(120, [0] * 50 + [1] * 70)]], LENGTH)
+    wide = {"taps": torch.randn(2, LENGTH, 3 * 64).bfloat16(), "last_hidden": torch.randn(2, LENGTH, 64).bfloat16()}
+    return base._replace(**wide)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 6])
+def test_what_autograd_keeps_is_what_is_planned(depth: int) -> None:
+    torch.manual_seed(0)
+    drafter = Eagle3Drafter(CONFIG)
+    drafter.embed_tokens.weight.data.normal_()
+    objective = Objective(drafter, torch.randn(256, 64), torch.arange(256), LossSettings(), torch.bfloat16)
+    batch, kept = features(), {}
+    anchors = choose_anchors(batch, 40, ["a", "b"])
+    given = {tensor.untyped_storage().data_ptr() for tensor in (*batch, *anchors, *drafter.parameters(), *drafter.buffers())}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        weight_copy = tensor.dim() == 2 and tensor.dtype == torch.bfloat16 and tensor.shape[0] not in (2 * LENGTH, 2 * 40)
+        if storage.data_ptr() not in given and not weight_copy:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor stays, so that no address is used twice
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss, _ = objective(batch, anchors, depth, Scales([1.0] * (depth + 1), [1.0] * (depth + 1)))
+    sampled = tuple(int(number) for number in count(batch, anchors, depth).sampled)
+    planned = saved_bytes(CONFIG, Forward(2, LENGTH, 40, sampled, 150), recompute=False)
+    assert sum(size for size, _ in kept.values()) == pytest.approx(sum(planned.values()), rel=0.1)
+    loss.backward()
+
+
+def test_ranks_share_what_their_sharding_says() -> None:
+    forward, trained = Forward(2, LENGTH, 40, (50, 40), 60), parameters(CONFIG).trained
+
+    def states(sharding: Sharding) -> list[float]:
+        parts = {p.name: p.size for p in memory(CONFIG, forward, Place(4, sharding, True, 0.0), False)}
+        return [parts[name] / trained for name in ("fp32 weights", "gradients", "Adam's moments")]
+
+    assert states(Sharding.NONE) == [4, 4, 8]
+    assert states(Sharding.ZERO1) == [4, 4, 2]
+    assert states(Sharding.ZERO2) == [4, 1, 2]
+    assert states(Sharding.ZERO3) == states(Sharding.FSDP2) == [1, 1, 2]
+
+
+def test_the_allocator_takes_more_of_what_comes_and_goes() -> None:
+    assert peak([Part("a", 10.0), Part("b", 100.0, shifts=True)]) == 10.0 + SLACK * 100.0
+
+
+def test_bytes_that_move_between_ranks() -> None:
+    trained = parameters(CONFIG).trained
+    launches = ((1, Sharding.NONE), (4, Sharding.NONE), (4, Sharding.ZERO3))
+    alone, four, sharded = (moved_bytes(CONFIG, ranks, sharding, 8, 64) for ranks, sharding in launches)
+    assert alone.exchanged == 0 and four.exchanged == 2 * 0.75 * 4 * trained and sharded.exchanged == 1.5 * four.exchanged
+    assert alone.features == 4 * four.features == 8 * 64 * (4 * 64 * 2 + 24)
+
+
+@pytest.mark.long
+def test_a_run_of_the_cpu_recipe_peaks_where_the_plan_says(tmp_path: Path) -> None:
+    """Two steps at depth 11 in a process of its own, features computed before; its largest resident set against `--dry-run`."""
+    command = [sys.executable, str(ROOT / "train" / "eagle3_selfcond.py"), "--config", "recipes/smollm2-135m/train.yaml"]
+    command += [f"output={tmp_path / 'run'}", f"features.directory={tmp_path / 'features'}", "data.max_conversations=120"]
+    command += ["data.heldout_conversations=20", "heldout.max_rows=4", "curriculum=[{steps: 2, depth: 11, anchors_per_row: 48}]"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    for state in (tmp_path / "run").iterdir():  # again from the start, with the features there: their making is not the peak
+        if state.name == "states":
+            state.rename(tmp_path / "old")
+    child = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, capture_output=True); "
+    child += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    done = subprocess.run([sys.executable, "-c", child, *command], cwd=ROOT, check=True, capture_output=True, text=True)
+    measured = 1024 * int(done.stdout.split()[-1])
+    plan = subprocess.run([*command, "--dry-run", "--gpu", "cpu"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"│ peak +│ +([\d.]+) GB", plan)
+    assert found and float(found[1]) * 1e9 == pytest.approx(measured, rel=0.2)

@@ -1,0 +1,130 @@
+"""What a rank of a training run holds at its peak, and what a step moves, worked out from shapes. Torch-free.
+
+The peak is the end of a forward pass: masters, gradients of earlier forwards, Adam's moments, and everything kept for the backward pass.
+Letters as in `plan`. Activations are bf16 under autocast, softmax is fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from drafters.eagle3_ssd.config import DrafterConfig
+from train.plan import Forward, parameters
+
+HOST = 450e6  # Python, torch, transformers and their tables in the memory of a CPU process
+CONTEXT = 600e6  # CUDA's context and libraries on a GPU
+SLACK = 1.2  # what an allocator takes for what comes and goes
+
+
+class Sharding(StrEnum):
+    """What ranks share instead of each holding it: Adam's moments, + gradients, + weights."""
+
+    NONE = "none"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+    FSDP2 = "fsdp2"
+
+
+class Part(NamedTuple):
+    """A part of a rank's memory, in bytes; `shifts` when it comes and goes within a step."""
+
+    name: str
+    size: float
+    shifts: bool = False
+
+
+class Place(NamedTuple):
+    """Where a rank lives: `target` is the bytes of the target's weights in it."""
+
+    ranks: int
+    sharding: Sharding
+    on_gpu: bool
+    target: float
+
+
+def peak(parts: Sequence[Part]) -> float:
+    """Bytes at the peak, the allocator's slack included."""
+    return sum(part.size * (SLACK if part.shifts else 1.0) for part in parts)
+
+
+def memory(config: DrafterConfig, forward: Forward, place: Place, recompute: bool) -> list[Part]:
+    """What a rank holds at its peak. fp32 masters, moments and gradients; bf16 copies for autocast; frozen embeddings in fp32."""
+    shared = {name: 1.0 for name in ("weights", "gradients", "moments")}
+    order = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
+    level = 3 if place.sharding == Sharding.FSDP2 else order.index(place.sharding) + 1 if place.sharding in order else 0
+    for name in ("moments", "gradients", "weights")[:level]:
+        shared[name] = 1.0 / place.ranks
+    sizes = parameters(config)
+    slots, kept = forward.rows * forward.length, saved_bytes(config, forward, recompute)
+    return [
+        Part("CUDA context" if place.on_gpu else "Python and its libraries", CONTEXT if place.on_gpu else HOST),
+        Part("target", place.target + 2 * config.draft_vocab_size * config.target_hidden_size),
+        Part("frozen embeddings", 4 * sizes.frozen),
+        Part("fp32 weights", 4 * sizes.trained * shared["weights"]),
+        Part("gradients", 4 * sizes.trained * shared["gradients"]),
+        Part("Adam's moments", 8 * sizes.trained * shared["moments"]),
+        Part("bf16 copies of the weights", 2 * sizes.trained, shifts=True),
+        Part("features of the rows", slots * (2 * 4 * config.target_hidden_size + 5 * 8 + 4), shifts=True),
+        Part("teacher probabilities", 2 * forward.teacher * config.draft_vocab_size, shifts=True),
+        *(Part(name, size, shifts=True) for name, size in kept.items()),
+    ]
+
+
+def saved_bytes(config: DrafterConfig, forward: Forward, recompute: bool) -> dict[str, float]:
+    """What the forward pass keeps for the backward pass; with `recompute` one step's activations, and the edges of the others."""
+    hidden, slots, anchors = config.hidden_size, forward.rows * forward.length, forward.rows * forward.anchors
+    first = _layers(config, slots) + _row_attention(config, forward)
+    deeper = [_layers(config, anchors) + _anchor_attention(config, forward, own) for own in range(1, forward.depth + 1)]
+    edges = (4 + 2) * hidden + 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # inputs, and the step's keys
+    if recompute:
+        most = max([first, *deeper])
+        steps = {"one step, computed again": most, "edges of the steps": edges * (slots + anchors * forward.depth)}
+    else:
+        steps = {"first step": first, "deeper steps": float(sum(deeper))}
+    heads = sum(number > 0 for number in forward.predictions) * 4 * config.draft_vocab_size * hidden
+    return {**steps, "head": heads + sum(forward.predictions) * (2 + 2) * hidden}
+
+
+def _layers(config: DrafterConfig, tokens: int) -> float:
+    """The layers' parts without attention: norms and linear maps keep their input; the first layer has a third norm, of fp32 embeddings."""
+    hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
+    ordinary = (2 + 2) * 2 * hidden + 2 * queries + 3 * 2 * config.intermediate_size
+    return tokens * (config.num_hidden_layers * ordinary + 4 * hidden + 2 * hidden)
+
+
+def _row_attention(config: DrafterConfig, forward: Forward) -> float:
+    """Queries, keys, values, output, and the mask as numbers."""
+    slots, heads = forward.rows * forward.length, config.num_attention_heads
+    each = 2 * 2 * (heads + config.num_key_value_heads) * config.head_dim + 4 * heads
+    return config.num_hidden_layers * (slots * each + 2 * slots * forward.length)
+
+
+def _anchor_attention(config: DrafterConfig, forward: Forward, own: int) -> float:
+    """Softmax in fp32 and in bf16, the queries twice, the anchor's own keys and values, and a copy of the first step's."""
+    heads, dim = config.num_attention_heads, config.head_dim
+    keys = 2 * 2 * config.num_key_value_heads * dim
+    each = heads * (forward.length + own) * (4 + 2) + 2 * 2 * heads * dim + keys * own + forward.length
+    return config.num_hidden_layers * (forward.rows * forward.anchors * each + forward.rows * forward.length * keys)
+
+
+class Moved(NamedTuple):
+    """Bytes of one optimizer step of one rank: read from the feature store, through the optimizer, and to and from other ranks."""
+
+    features: float
+    optimizer: float
+    exchanged: float
+
+
+def moved_bytes(config: DrafterConfig, ranks: int, sharding: Sharding, rows_per_step: int, length: int) -> Moved:
+    """AdamW reads weight, gradient and moments and writes three of them; ranks reduce gradients, and gather weights where those are shared.
+
+    A ring moves 2 (n - 1) / n of a tensor to reduce it everywhere, and half of that to gather it or to reduce it to its owner.
+    """
+    trained = parameters(config).trained
+    features = rows_per_step / ranks * length * (2 * 4 * config.target_hidden_size + 6 * 4)
+    ring = (ranks - 1) / ranks * 4 * trained
+    passes = 3 if sharding in (Sharding.ZERO3, Sharding.FSDP2) else 2
+    return Moved(features, (16 + 12) * trained, passes * ring)
