@@ -7,11 +7,13 @@ Teacher probabilities are exp(logit - log-normaliser over the FULL vocabulary): 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from infer.kernels import cpu_loss
 
 
 def kl(logits_nV: Tensor, teacher_nV: Tensor) -> Tensor:
@@ -117,6 +119,7 @@ def head_losses(
 
 
 CHUNK = 128  # 128 x 8192 logits in fp32 are 4 MB: the passes over them stay in the cache
+ROWS = 1024  # where a row stays in the cache by itself; fewer would add to the head's gradient more often
 TINY = 1e-37  # fp32 holds it: logits up to 85 apart are exact
 
 
@@ -130,13 +133,12 @@ class _HeadLosses(torch.autograd.Function):
         needs_grad = hidden.requires_grad or head.requires_grad
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
         grad_head = torch.zeros_like(head) if needs_grad else None
-        for start in range(0, len(hidden), CHUNK):
-            part = slice(start, start + CHUNK)
-            x, row = hidden[part], rows[part]
-            chunk = Teacher(_exact(teacher.probs[row]), teacher.best[row], teacher.inside[row])
-            figures[part], grad = _chunk(_exact(F.linear(x, weight)), chunk, base[part], None if bonus is None else bonus[part], mix)
+        way, at_once = _way(hidden, weight, teacher, bonus, mix)
+        for start in range(0, len(hidden), at_once):
+            part = slice(start, start + at_once)
+            x = hidden[part]
+            figures[part], grad = way(x, weight, teacher, rows[part], base[part], None if bonus is None else bonus[part], mix)
             if grad_hidden is not None and grad_head is not None:
-                grad = grad.to(hidden.dtype)
                 grad_hidden[part] = grad @ weight
                 grad_head += grad.T @ x
         ctx.save_for_backward(grad_hidden, grad_head)
@@ -149,6 +151,38 @@ class _HeadLosses(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, grad_figures: Tensor) -> Any:
         grad_hidden, grad_head = ctx.saved_tensors
         return grad_hidden * grad_loss.to(grad_hidden.dtype), grad_head * grad_loss, None, None, None, None, None
+
+
+class _Way(Protocol):
+    """Figures [n, C] of n rows, and the gradient of their loss with respect to the logits, in the dtype of `hidden`."""
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, teacher: Teacher, rows: Tensor, base: Tensor, bonus: Tensor | None, mix: Mix, /
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def _way(hidden: Tensor, weight: Tensor, teacher: Teacher, bonus: Tensor | None, mix: Mix) -> tuple[_Way, int]:
+    """The fastest way that takes these tensors, and how many rows at once: compiled rows on a CPU, else torch."""
+    if cpu_loss.available(hidden, teacher.probs) and (bonus is None or not mix.bonus_temperature):
+        return _by_rows, ROWS
+    return _by_torch, CHUNK
+
+
+def _by_torch(
+    hidden: Tensor, weight: Tensor, teacher: Teacher, rows: Tensor, base: Tensor, bonus: Tensor | None, mix: Mix
+) -> tuple[Tensor, Tensor]:
+    chunk = Teacher(_exact(teacher.probs[rows]), teacher.best[rows], teacher.inside[rows])
+    figures, grad = _chunk(_exact(F.linear(hidden, weight)), chunk, base, bonus, mix)
+    return figures, grad.to(hidden.dtype)
+
+
+def _by_rows(
+    hidden: Tensor, weight: Tensor, teacher: Teacher, rows: Tensor, base: Tensor, bonus: Tensor | None, mix: Mix
+) -> tuple[Tensor, Tensor]:
+    logits = F.linear(hidden, weight)
+    scales = torch.stack((base, torch.zeros_like(base) if bonus is None else bonus), dim=1).float()
+    weights = cpu_loss.Weights(mix.kl, mix.acceptance, bonus is not None, mix.fan_out)
+    return cpu_loss.loss_rows(logits, teacher.probs, rows, teacher.best[rows], teacher.inside[rows], scales, weights), logits
 
 
 def _chunk(z: Tensor, teacher: Teacher, base: Tensor, bonus: Tensor | None, mix: Mix) -> tuple[Tensor, Tensor]:
@@ -218,8 +252,11 @@ def teacher_probabilities(last_hidden_PH: Tensor, head_VH: Tensor, log_normalise
     result = torch.empty(len(last_hidden_PH), len(head_VH), dtype=torch.float16, device=last_hidden_PH.device)
     for start in range(0, len(last_hidden_PH), CHUNK):
         part = slice(start, start + CHUNK)
-        logits = F.linear(last_hidden_PH[part], head_VH.to(last_hidden_PH.dtype)).float()
-        result[part] = (logits - log_normaliser_P[part, None]).exp()
+        logits = F.linear(last_hidden_PH[part], head_VH.to(last_hidden_PH.dtype))
+        if cpu_loss.available(logits, result):
+            result[part] = cpu_loss.probabilities(logits, log_normaliser_P[part].float().contiguous())
+        else:
+            result[part] = (logits.float() - log_normaliser_P[part, None]).exp()
     return result
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit
-from numba.core.types import float32, int32, int64, voidptr
+from numba.core.types import float32, int32, int64, uint16, voidptr
 from numba.extending import intrinsic
 
 LOG2_E = np.float32(1.4426950408889634)
@@ -36,6 +36,27 @@ to_int = _cast(int32, float32, lambda builder, value: builder.fptosi(value, ir.I
 @njit(inline="always")
 def widen_bf16(bits: Any) -> Any:
     return _bits_to_float(np.int32(np.int32(bits) << np.int32(16)))
+
+
+_half_to_float = _cast(
+    float32, uint16, lambda builder, value: builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
+)
+
+
+_float_to_half = _cast(
+    uint16, float32, lambda builder, value: builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
+)
+
+
+@njit(inline="always")
+def widen_fp16(bits: Any) -> Any:
+    return _half_to_float(bits)
+
+
+@njit(inline="always")
+def narrow_fp16(value: Any) -> Any:
+    """Round to nearest, ties to even."""
+    return _float_to_half(np.float32(value))
 
 
 @njit(inline="always")

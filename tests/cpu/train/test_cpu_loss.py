@@ -1,0 +1,78 @@
+"""The compiled rows of the head's losses against their plain twin, in value and gradient, for bf16 and fp32 logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from infer.kernels import cpu_loss
+from train.losses import Figures, Mix, Teacher, _chunk
+
+N, VOCAB, POSITIONS = 37, 203, 20  # neither is a multiple of a vector
+
+
+def teacher_of(generator: torch.Generator, dtype: torch.dtype) -> Teacher:
+    """Sharp and flat predictions, point masses, and argmaxes without a draft id."""
+    full = (4 * torch.randn(POSITIONS, VOCAB + 50, generator=generator)).softmax(-1)
+    full[:5] = torch.nn.functional.one_hot(torch.randint(0, VOCAB, (5,), generator=generator), VOCAB + 50).float()
+    best = full.argmax(-1)
+    return Teacher(full[:, :VOCAB].to(dtype).contiguous(), best.clamp(max=VOCAB - 1), best < VOCAB)
+
+
+@pytest.mark.parametrize("mix", [Mix(1.0, 0.0), Mix(0.0, 1.0), Mix(0.7, 0.4, fan_out=2)])
+@pytest.mark.parametrize("has_bonus", [False, True])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float32, torch.float16), (torch.bfloat16, torch.float16)])
+@pytest.mark.parametrize("sharpness", [0.5, 5.0, 60.0])
+def test_rows_equal_the_plain_chunk(mix: Mix, has_bonus: bool, dtypes: tuple[torch.dtype, torch.dtype], sharpness: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    teacher = teacher_of(generator, dtypes[1])
+    logits = (sharpness * torch.randn(N, VOCAB, generator=generator)).to(dtypes[0])
+    rows = torch.randint(0, POSITIONS, (N,), generator=generator)
+    logits[torch.arange(0, N, 2), teacher.best[rows[::2]]] += 3 * sharpness  # half of them agree, or nearly
+    base, bonus = torch.rand(2, N, generator=generator)
+    chunk = Teacher(teacher.probs[rows].float(), teacher.best[rows], teacher.inside[rows])
+    figures, grad = _chunk(logits.float(), chunk, base, bonus if has_bonus else None, mix)
+
+    found, own_grad = by_kernel(logits.clone(), teacher, rows, torch.stack((base, bonus), dim=1), mix, has_bonus)
+    rounding = {torch.float32: 2e-6, torch.bfloat16: 4e-3}[dtypes[0]]
+    torch.testing.assert_close(found, figures, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(own_grad.float(), grad, rtol=4 * rounding, atol=rounding)
+    columns = Figures(*figures.unbind(1))
+    assert 0 < columns.correct.sum() < N and columns.found.sum() > 0 and (columns.bonus > 0).any() == has_bonus
+
+
+def by_kernel(logits: Tensor, teacher: Teacher, rows: Tensor, scales: Tensor, mix: Mix, has_bonus: bool) -> tuple[Tensor, Tensor]:
+    assert cpu_loss.available(logits, teacher.probs)
+    weights = cpu_loss.Weights(mix.kl, mix.acceptance, has_bonus, mix.fan_out)
+    figures = cpu_loss.loss_rows(logits, teacher.probs, rows, teacher.best[rows], teacher.inside[rows], scales, weights)
+    return figures, logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probabilities_are_rounded_once(dtype: torch.dtype) -> None:
+    """As torch rounds them, but for ties that the compiled exponential's last bit decides; the smallest are subnormal in fp16."""
+    logits = (6 * torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0))).to(dtype)
+    normaliser = logits.float().logsumexp(-1) + 0.1
+    found, plain = cpu_loss.probabilities(logits, normaliser), (logits.float() - normaliser[:, None]).exp().half()
+    assert found.dtype == torch.float16 and (plain < 6e-5).any() and (plain > 0.1).any()
+    torch.testing.assert_close(found, plain, rtol=1e-3, atol=6e-8)
+    assert (found == plain).double().mean() > 0.98
+
+
+def test_a_top_with_nearly_all_the_mass_keeps_its_bonus_loss() -> None:
+    """The others have e^-40 of it: a difference from 1 would be 0 in fp32."""
+    logits = torch.tensor([[40.0, 0.0, 0.0, -1.0]])
+    teacher = Teacher(torch.tensor([[0.1, 0.9, 0.0, 0.0]]), torch.tensor([1]), torch.tensor([True]))
+    figures, grad = by_kernel(logits, teacher, torch.tensor([0]), torch.tensor([[0.0, 1.0]]), Mix(1.0, 0.0), True)
+    rest = torch.tensor([0.0, 0.0, -1.0]).logsumexp(0)
+    assert figures[0, 6].item() == pytest.approx(rest.item(), rel=1e-5)
+    expected = torch.tensor([0.0, *torch.tensor([0.0, 0.0, -1.0]).softmax(0)]) - torch.tensor([0.0, 1.0, 0.0, 0.0])
+    torch.testing.assert_close(grad[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_logit_that_is_no_number_stays_visible() -> None:
+    logits = torch.tensor([[1.0, torch.nan, 0.0, 2.0]])
+    teacher = Teacher(torch.tensor([[0.1, 0.8, 0.1, 0.0]]), torch.tensor([1]), torch.tensor([True]))
+    figures, grad = by_kernel(logits, teacher, torch.tensor([0]), torch.tensor([[1.0, 0.0]]), Mix(1.0, 0.0), False)
+    assert figures[0, 0].isnan() and grad.isnan().any()
