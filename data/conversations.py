@@ -26,7 +26,8 @@ class Conversation(NamedTuple):
     """One chat. `messages` have the keys `role` (system, user, assistant, tool) and `content`, and those of `data.messages`.
 
     `truncated` says that the last answer was cut by a length limit, so it has no end of turn. `source` is `file:line`
-    (for Parquet and hub data the number of the row, from 1). `tools` are what the assistant could call.
+    (for Parquet and hub data the number of the row, from 1). `tools` are what the assistant could call, `temperature`
+    what the answers were sampled at, where the row says so.
     """
 
     id: str
@@ -34,6 +35,7 @@ class Conversation(NamedTuple):
     truncated: bool
     source: str
     tools: tuple[Tool, ...] = ()
+    temperature: float | None = None
 
 
 def read_conversations(spec: str | Path, limit: int | None = None, rejected: list[str] | None = None) -> list[Conversation]:
@@ -189,4 +191,11 @@ def _to_conversation(row: Any, source: str) -> Conversation:
         truncated=row.get("finish_reason") == "length",
         source=source,
         tools=to_tools(row.get("tools"), source),
+        temperature=_to_number(row.get("temperature"), source),
     )
+
+
+def _to_number(value: Any, source: str) -> float | None:
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        return value
+    raise DataError(f"{source}: its temperature is {value!r}; it has to be a number")

@@ -10,16 +10,14 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from drafters.errors import UserError
 from drafters.settings import Settings, build_settings
+from drafters.target_files import TargetIdentity
 from drafters.template import TemplateOptions, differences
-
-if TYPE_CHECKING:
-    from drafters.targets import TargetFacts
 
 MANIFEST_NAME = "manifest.json"
 
@@ -111,24 +109,24 @@ def check_files(directory: Path, manifest: Manifest) -> None:
             )
 
 
-def provenance(paths: Sequence[str], facts: TargetFacts, options: TemplateOptions) -> list[str]:
-    """What speaks against learning from the data sets `paths` for this target: one line for each thing that does not fit.
+def provenance(paths: Sequence[str], name: str, target: TargetIdentity, options: TemplateOptions) -> list[str]:
+    """What speaks against learning from the data sets `paths` for the target `name`: one line for each thing that does not fit.
 
     A drafter that learns from another model's words, or from another thinking mode, drafts badly, and no loss shows it.
     """
     lines = []
     for path in paths:
         if not (Path(path) / MANIFEST_NAME).is_file():
-            lines.append(f"{path} has no {MANIFEST_NAME}: make sure that {facts.name} itself wrote its answers (python -m data.synthesize)")
+            lines.append(f"{path} has no {MANIFEST_NAME}: make sure that {name} itself wrote its answers (python -m data.synthesize)")
             continue
         manifest = read_manifest(Path(path))
         for what, made, asked in (
-            ("target weights", manifest.target_weight_hash, facts.weight_hash),
-            ("a tokenizer", manifest.tokenizer_hash, facts.tokenizer_hash),
-            ("a chat template", manifest.template_hash, facts.template_hash),
+            ("target weights", manifest.target_weight_hash, target.weight_hash),
+            ("a tokenizer", manifest.tokenizer_hash, target.tokenizer_hash),
+            ("a chat template", manifest.template_hash, target.template_hash),
         ):
             if made != asked:
-                lines.append(f"{path} was written with {what} of hash {made} ({manifest.target}), {facts.name} has {asked}")
+                lines.append(f"{path} was written with {what} of hash {made} ({manifest.target}), {name} has {asked}")
         for difference in differences(manifest.template_options, options.recorded()):
             lines.append(f"{path} was written with other chat template options: data.template.{difference}")
     return lines

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.conversations import Conversation
-from data.manifest import MANIFEST_NAME, Manifest, Run, Sampling, checksums, read_manifest, write_manifest
+from data.manifest import MANIFEST_NAME, Manifest, Run, Sampling, check_files, checksums, read_manifest, write_manifest
 from data.messages import stored
 from data.prompts import Overlap, Prompt, shared_runs
 from data.work import RunSettings, read_lines, read_settings, unfinished
@@ -41,14 +41,14 @@ def merge(
     say: Callable[[str], None],
     incomplete: bool = False,
 ) -> Manifest:
-    """Write the rows of the directories `paths` (of a run, with `work/`, or of a finished corpus) to `out`; `out` may be one of them.
+    """Write the rows of the directories `paths` (of a run, with `work/`, of a finished corpus, or both) to `out`, which may be one of them.
 
     `name` is the target, and `identify` computes its hashes where no directory holds them. Conversations that stand twice are
     taken once, those that share eight words in a row with a user turn of `prompts` not at all.
     Raises `UserError` where nothing is there, where different targets or template options wrote the rows, and where a shard has
     not said that it is complete, unless `incomplete` allows that.
     """
-    sources = [_read_source(path, incomplete, say) for path in paths]
+    sources = [source for path in paths for source in _read_sources(path, incomplete, say)]
     target = _one_target(sources, identify)
     rows, num_doubles = _distinct(row for source in sources for row in source.rows)
     rows, offenders = exclude(rows, prompts)
@@ -76,13 +76,17 @@ def exclude(rows: Sequence[Row], prompts: Sequence[Prompt]) -> tuple[list[Row], 
     return [row for i, row in enumerate(rows) if i not in found], lines
 
 
-def _read_source(path: Path, incomplete: bool, say: Callable[[str], None]) -> Source:
+def _read_sources(path: Path, incomplete: bool, say: Callable[[str], None]) -> list[Source]:
+    """What a directory holds: the work of a run, and a corpus, to which others may have been added since."""
+    corpus = [_read_corpus(path)] if (path / MANIFEST_NAME).is_file() else []
+    answers = sorted((path / "work").glob("answers-*.jsonl"))
+    if not corpus and not answers:
+        raise UserError(f"{path / 'work'} holds no answers and {path} no {MANIFEST_NAME}: run the command without --merge first")
+    return corpus + ([_read_work(path, answers, incomplete, say)] if answers else [])
+
+
+def _read_work(path: Path, answers: Sequence[Path], incomplete: bool, say: Callable[[str], None]) -> Source:
     work = path / "work"
-    answers = sorted(work.glob("answers-*.jsonl"))
-    if not answers:
-        if (path / MANIFEST_NAME).is_file():
-            return _read_corpus(path)
-        raise UserError(f"{work} holds no answers and {path} no {MANIFEST_NAME}: run the command without --merge first")
     rows = [row for file in answers for row in read_lines(file)]
     settings = read_settings(work)
     if settings is None:
@@ -101,16 +105,21 @@ def _read_corpus(path: Path) -> Source:
     import pyarrow.parquet as pq
 
     manifest = read_manifest(path)
-    rows = [_without_empty(row) for name in manifest.files for row in pq.read_table(path / name).to_pylist()]
+    check_files(path, manifest)
+    rows = [_as_written(row) for name in manifest.files for row in pq.read_table(path / name).to_pylist()]
     runs = manifest.runs or (Run(seed=manifest.seed, sampling=manifest.sampling, prompt_source=manifest.prompt_source),)
     target = TargetIdentity(manifest.target_weight_hash, manifest.tokenizer_hash, manifest.template_hash)
     return Source(path, rows, runs, target, manifest.template_options)
 
 
-def _without_empty(row: Row) -> Row:
-    """A row without the empty fields that Parquet gives to all rows and messages because some have them."""
-    messages = [{key: value for key, value in message.items() if value is not None} for message in row["messages"]]
-    return {key: value for key, value in row.items() if value is not None} | {"messages": messages}
+def _as_written(row: Row) -> Row:
+    """A row as its run wrote it: without the empty fields that Parquet gives to all because some have them, and with JSON read."""
+
+    def read(record: dict[str, Any], name: str) -> dict[str, Any]:
+        kept = {key: value for key, value in record.items() if value is not None}
+        return kept | {name: json.loads(kept[name])} if isinstance(kept.get(name), str) else kept
+
+    return read(row, "tools") | {"messages": [read(message, "tool_calls") for message in row["messages"]]}
 
 
 def _run_of_settings(settings: RunSettings) -> Run:
@@ -145,12 +154,19 @@ def _one_target(sources: Sequence[Source], identify: Callable[[], TargetIdentity
 
 
 def _distinct(rows: Iterable[Row]) -> tuple[list[Row], int]:
-    """Rows in the order of their ids, each conversation once; and how many stood twice."""
+    """Rows in the order of their ids, each conversation once; and how many stood twice. Other answers to a question get ids `x~2`."""
     first: dict[str, Row] = {}
+    ids: set[str] = set()
     total = 0
     for row in rows:
         total += 1
-        first.setdefault(json.dumps(row["messages"]), row)
+        content = json.dumps(row["messages"], sort_keys=True)
+        if content not in first:
+            number, name = 1, row["id"]
+            while name in ids:
+                number, name = number + 1, f"{row['id']}~{number + 1}"
+            ids.add(name)
+            first[content] = row | {"id": name}
     return sorted(first.values(), key=lambda row: row["id"]), total - len(first)
 
 

@@ -48,6 +48,32 @@ def read_prompts(paths: Sequence[str | Path], num_prompts: int | None = None) ->
     return [_to_prompt(conversation) for conversation in islice(mixed, num_prompts)]
 
 
+class PromptOverlap(NamedTuple):
+    """What a corpus holds of one prompt: whether a whole message of it, the share of its runs of `n` words, and the first of these."""
+
+    prompt_id: str
+    exact: bool
+    share: float
+    source: str
+    words: str
+
+
+def overlap_by_prompt(prompts: Sequence[Prompt], corpus: Sequence[Conversation], n: int = 8) -> list[PromptOverlap]:
+    """The prompts of which the corpus holds a run of `n` words (see `overlap`), those it holds most of first."""
+    asked = {_words(text) for conversation in corpus for text in _questions(conversation.messages)}
+    found: dict[str, tuple[Overlap, set[str]]] = {}
+    for finding in shared_runs(prompts, corpus, n):
+        found.setdefault(finding.prompt_id, (finding, set()))[1].add(finding.words)
+    result = []
+    for prompt in prompts:
+        if prompt.id in found:
+            first, runs = found[prompt.id]
+            own = {" ".join(gram) for text in _questions(prompt.messages) for gram in _grams(text, n)}
+            exact = any(_words(text) in asked for text in _questions(prompt.messages) if text.strip())
+            result.append(PromptOverlap(prompt.id, exact, len(runs) / len(own), first.source, first.words))
+    return sorted(result, key=lambda overlap: (-overlap.exact, -overlap.share))
+
+
 def overlap(prompts: Iterable[Prompt], corpus: Iterable[Conversation], n: int = 8) -> list[Overlap]:
     """The prompts that the corpus asks too: those which share `n` words in a row with what is said to the assistant there.
 
@@ -79,10 +105,14 @@ def _questions(messages: Sequence[Message]) -> Iterator[str]:
 
 def _grams(text: str, n: int) -> list[tuple[str, ...]]:
     """Every run of `n` words in order, each once; all the words at once where there are fewer."""
-    words = re.findall(r"\w+", text.lower())
+    words = _words(text)
     if not words:
         return []
-    return list(dict.fromkeys(tuple(words[start : start + n]) for start in range(max(1, len(words) - n + 1))))
+    return list(dict.fromkeys(words[start : start + n] for start in range(max(1, len(words) - n + 1))))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"\w+", text.lower()))
 
 
 def _to_prompt(conversation: Conversation) -> Prompt:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from data.answer_loop import write_answers
+from data.arguments import truth
 from data.conversations import Conversation, DataError, read_conversations
 from data.progress import Meter
 from data.prompts import read_prompts
@@ -95,7 +96,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the choice of prompts and of the sampling (default: 0)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float16"), help="of the target (default: bfloat16)")
     parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
-    parser.add_argument("--enable-thinking", type=_truth, metavar="BOOL", help="for chat templates that know it, such as Qwen3's")
+    parser.add_argument("--enable-thinking", type=truth, metavar="BOOL", help="for chat templates that know it, such as Qwen3's")
     parser.add_argument("--tools", metavar="FILE", help="JSON list of tools for conversations that name none")
     parser.add_argument("--server", metavar="URL", help="let an OpenAI-compatible server answer; needs --prompts and --model")
     parser.add_argument("--model", metavar="NAME", help="the target's name at the server")
@@ -129,12 +130,6 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
     if options.api_key_env and options.api_key_env not in os.environ:
         raise UserError(f"--api-key-env {options.api_key_env}: there is no such environment variable")
     return options
-
-
-def _truth(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return text.lower() == "true"
 
 
 def _read_chats(paths: Sequence[str]) -> list[Conversation]:

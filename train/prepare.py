@@ -42,7 +42,7 @@ def prepare(settings: TrainSettings, device: str, writes: bool, say: Say, show: 
     conversations = [c for path in settings.data.paths for c in read_conversations(path, settings.data.max_conversations)]
     kept, heldout = split(conversations, settings.data.heldout_conversations)
     options = settings.data.template
-    for line in provenance(settings.data.paths, target.facts, options):
+    for line in provenance(settings.data.paths, target.facts.name, target.facts.identity, options):
         say(f"warning: {line}")
     rendered, measured = (render_all(part, target.tokenizer, settings.data.row_length, options) for part in (kept, heldout))
     for line in (rendered.rejected + measured.rejected + rendered.skipped)[:3]:

@@ -174,6 +174,7 @@ def test_reading_parquet_leaves_nothing_in_the_cache(tmp_path: Path, monkeypatch
         ),
         ('{"messages": [{"role": "assistant", "content": "a", "weight": 2}]}', "message 1 has the weight 2"),
         ('{"prompt": "a", "tools": "{"}', "its tools are no JSON"),
+        ('{"prompt": "a", "temperature": "hot"}', "its temperature is 'hot'"),
         ('{"prompt": "a", "tools": [{"type": "function"}]}', "a tool has no name"),
     ],
 )

@@ -6,13 +6,12 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from data.manifest import MANIFEST_NAME, Manifest, Sampling, check_files, checksums, provenance, read_manifest, sha256_of, write_manifest
 from drafters.errors import UserError
+from drafters.target_files import TargetIdentity
 from drafters.template import TemplateOptions
 
 
@@ -43,16 +42,15 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_data_of_another_target_or_thinking_mode_are_named(tmp_path: Path) -> None:
-    facts: Any = SimpleNamespace(name="T", weight_hash="w" * 64, tokenizer_hash="k" * 64, template_hash="t" * 64)
+    target = TargetIdentity("w" * 64, "k" * 64, "t" * 64)
     write_manifest(tmp_path, make_manifest(tmp_path).model_copy(update={"template_options": {"enable_thinking": False}}))
     fits = TemplateOptions(enable_thinking=False)
-    assert provenance([str(tmp_path)], facts, fits) == []
-    (line,) = provenance([str(tmp_path)], facts, TemplateOptions())
+    assert provenance([str(tmp_path)], "T", target, fits) == []
+    (line,) = provenance([str(tmp_path)], "T", target, TemplateOptions())
     assert line.endswith("data.template.enable_thinking was False, is not given now")
-    facts.weight_hash, facts.template_hash = "x", "y"
-    weights, template = provenance([str(tmp_path)], facts, fits)
+    weights, template = provenance([str(tmp_path)], "T", TargetIdentity("x", "k" * 64, "y"), fits)
     assert "target weights of hash wwww" in weights and "T has x" in weights and "a chat template of hash tttt" in template
-    (line,) = provenance(["chats.jsonl"], facts, fits)
+    (line,) = provenance(["chats.jsonl"], "T", target, fits)
     assert line.startswith("chats.jsonl has no manifest.json: make sure that T itself wrote its answers")
 
 

@@ -100,6 +100,21 @@ def test_a_finished_corpus_grows_in_its_place_and_old_files_go(tmp_path: Path, m
     assert list(again.files) == ["corpus.parquet"] == [p.name for p in out.glob("*.parquet")] and again.runs == manifest.runs
 
 
+def test_a_corpus_that_others_were_added_to_keeps_them(tmp_path: Path) -> None:
+    """The directory of a run holds its work and the corpus that grew there; other answers to one question have ids of their own."""
+    out = write_run(tmp_path / "out", [row("p1", "A?"), row("p2", "B?")])
+    put_together(out, out)
+    answered = row("p1", "A?")
+    answered["messages"][1]["content"] = "Another answer"
+    put_together(out, out, write_run(tmp_path / "b", [answered, row("p2", "B?")], seed=1))
+    assert ids(out) == ["p1", "p1~2", "p2"]
+    manifest, _ = put_together(out, out, write_run(tmp_path / "c", [row("p3", "C?")], seed=2))
+    assert ids(out) == ["p1", "p1~2", "p2", "p3"] and [run.seed for run in manifest.runs] == [0, 1, 2]
+    (out / "corpus.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match="corpus.parquet has SHA-256"):
+        put_together(out, out)
+
+
 def test_measuring_prompts_are_kept_out_and_named(tmp_path: Path) -> None:
     prompts = [Prompt("moon", ({"role": "user", "content": QUESTION},))]
     rows = [row("0-1", "Tell me: " + QUESTION.upper()), row("0-2", "What is rust?"), row("0-3", "Why does the moon look larger today?")]
@@ -141,11 +156,12 @@ def test_tools_and_calls_survive_the_corpus_and_its_growth(tmp_path: Path) -> No
     rows[1]["messages"].insert(1, {"role": "assistant", "content": "", "tool_calls": [call, other], "weight": 0})
     rows[1]["messages"].insert(2, {"role": "tool", "content": "rain"})
     rows[1]["tools"] = [tool]
-    put_together(tmp_path / "out", write_run(tmp_path / "a", rows))
-    put_together(tmp_path / "out", tmp_path / "out", write_run(tmp_path / "b", [row("1-1", "D?")], seed=1))
+    first = write_run(tmp_path / "a", rows)
+    put_together(tmp_path / "out", first)
+    put_together(tmp_path / "out", tmp_path / "out", first, write_run(tmp_path / "b", [row("1-1", "D?")], seed=1))
     read = {c.id: c for c in read_conversations(tmp_path / "out")}
     assert [(list(c.messages), list(c.tools)) for c in read.values()][:3] == [(r["messages"], r.get("tools", [])) for r in rows]
-    assert read["1-1"].tools == ()
+    assert read["1-1"].tools == () and len(read) == 4
 
 
 def test_different_targets_and_empty_directories_are_refused(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from data.conversations import Conversation, DataError, read_conversations
-from data.prompts import Prompt, overlap, read_prompts
+from data.prompts import Prompt, overlap, overlap_by_prompt, read_prompts
 
 DATA = Path(__file__).parents[3] / "data"
 SHIPPED = sorted((DATA / "prompts").glob("*.jsonl"))
+MEASURING = sorted((DATA.parents[1] / "shared" / "prompts").glob("*.jsonl"))  # question sets beside the project, where they are
 CORPORA = sorted(path for path in (DATA / "corpora").glob("*") if path.is_dir() and any(path.glob("*.parquet")))
 
 
@@ -88,6 +89,18 @@ def test_overlap_finds_shared_runs_of_words_and_whole_short_prompts() -> None:
     assert overlap(prompts, corpus("Hello", answer=long)) == []  # an answer is no question
 
 
+def test_overlap_by_prompt_says_how_much_of_each_is_there() -> None:
+    prompts = [Prompt("half", asked("a b c d e f g h i j")), Prompt("whole", asked("one two three")), Prompt("none", asked("x y z"))]
+    corpus = [
+        Conversation("1", asked("A b c d e f g h!"), False, "c:1"),
+        Conversation("2", asked("b c d e f g h i"), False, "c:2"),
+        Conversation("3", (*asked("One, two, three?"), {"role": "assistant", "content": "x y z"}), False, "c:3"),
+    ]
+    whole, half = overlap_by_prompt(prompts, corpus)
+    assert whole == ("whole", True, 1.0, "c:3", "one two three")
+    assert half == ("half", False, 2 / 3, "c:1", "a b c d e f g h")
+
+
 def test_shipped_prompts_are_distinct_and_many() -> None:
     prompts = read_prompts(SHIPPED)
     assert len(SHIPPED) >= 3 and len(prompts) >= 72
@@ -97,7 +110,7 @@ def test_shipped_prompts_are_distinct_and_many() -> None:
 
 
 @pytest.mark.skipif(not CORPORA, reason="no corpus lies under data/corpora")
-def test_shipped_prompts_stand_in_no_shipped_corpus() -> None:
-    prompts = read_prompts(SHIPPED)
+def test_prompts_to_measure_on_stand_in_no_shipped_corpus() -> None:
+    prompts = read_prompts([*SHIPPED, *MEASURING])
     for corpus in CORPORA:
         assert overlap(prompts, read_conversations(corpus)) == []

@@ -10,10 +10,10 @@ import torch
 from torch.nn import functional as F
 
 from data.render import Example
-from drafters.eagle3_ssd.config import DrafterConfig, from_config_json, to_config_json
-from drafters.eagle3_ssd.model import inverse_frequencies
 from drafters.eagle3_ssd.card import DrafterCard
 from drafters.eagle3_ssd.checkpoint import load_drafter, save_drafter
+from drafters.eagle3_ssd.config import DrafterConfig, from_config_json, to_config_json
+from drafters.eagle3_ssd.model import inverse_frequencies
 from drafters.eagle3_ssd.rope import RopeScaling
 from drafters.eagle3_ssd.vocab import VocabMap
 from drafters.targets import load_target
