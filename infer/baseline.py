@@ -64,9 +64,10 @@ class TransformersEngine:
         prompt, params = self._waiting.pop(name)
         limit = min(len(prompt) + params.max_new_tokens, self.settings.max_model_len)
         sampling: dict[str, Any] = {"do_sample": False}
-        if params.temperature:
-            torch.manual_seed(params.seed)
-            sampling = {"do_sample": True, "temperature": params.temperature, "top_k": params.top_k or 0, "top_p": params.top_p}
+        own = params.seeded().sampling
+        if not own.greedy:
+            torch.manual_seed(own.seed)
+            sampling = {"do_sample": True, "temperature": own.temperature, "top_k": own.top_k or 0, "top_p": own.top_p}
         ids, first = torch.tensor([prompt], device=self.model.device), _FirstToken()
         started = time.perf_counter()
         output = self.model.generate(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from drafters.eagle3_ssd.outcomes import Branches, find
 from infer.fallback import NgramIndex
+from infer.kernels.adjust import Text
 from infer.kernels.paged_attention import PagedRequest
 from infer.kernels.sample import Sampling
 
@@ -61,6 +62,7 @@ class DraftRequest:
     sampling: Sampling
     blocks: tuple[int, ...]
     pending_SH: Tensor  # true features of the newest S slots, whose keys are not written yet
+    prompt_tokens: int = 0  # how many of the tokens are the prompt's
     round: int = 0
     in_flight: Speculation | None = None
     after_hit: bool = False
@@ -72,6 +74,11 @@ class DraftRequest:
     def newest_slot(self) -> int:
         """n - 2: the slot that embeds the bonus token."""
         return len(self.tokens) - 2
+
+    @property
+    def text(self) -> Text:
+        """The committed tokens, as penalties see them."""
+        return Text(self.tokens[: self.prompt_tokens], self.tokens[self.prompt_tokens :])
 
     def pending_rows(self) -> tuple[list[int], list[int]]:
         """Tokens and positions of the pending slots."""

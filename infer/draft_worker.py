@@ -22,6 +22,7 @@ from infer.config import EngineSettings, Mode
 from infer.draft_model import DraftModel
 from infer.draft_state import DraftRequest, Prepared, Speculation, tree_mask
 from infer.fallback import Fallback, NgramIndex
+from infer.kernels.adjust import adjust_logits
 from infer.kernels.paged_attention import PagedRequest
 from infer.kernels.saguaro import tilt
 from infer.kernels.sample import Purpose, greedy_ids, process_logits, sample_from, uniforms
@@ -57,6 +58,9 @@ class DraftPlan(NamedTuple):
         return self.max_model_len + self.lookahead * (1 + self.budget)
 
 
+Paths = Sequence[Sequence[int]]  # of one request's rows: the tokens after its committed ones that a row follows
+
+
 class Drawn(NamedTuple):
     """One request's tokens of one drafting step; `probs_RD` and `lowered` where they were sampled."""
 
@@ -72,6 +76,11 @@ class Branching:
     request: DraftRequest
     branches: Branches
     outputs_GH: Tensor  # of slot n-2 and the in-flight slots
+
+    def first_paths(self) -> Paths:
+        """What each branch's first drafted token follows: accepted tokens of the speculation in flight, and the bonus token."""
+        flying = self.request.in_flight.tokens if self.request.in_flight else ()
+        return [[*flying[:k], token] for k, token in zip(self.branches.ks, self.branches.tokens, strict=True)]
 
 
 class DraftWorker:
@@ -127,7 +136,7 @@ class DraftWorker:
         tokens = admit.max_tokens + self.plan.lookahead * (1 + self.plan.budget)
         blocks = self.model.blocks.allocate(self.model.blocks.blocks_for(tokens))
         assert blocks is not None, f"the drafter's pool is full: {len(self.requests)} requests, batch_size {self.plan.batch_size}"
-        request = DraftRequest(admit.request, list(admit.tokens), admit.sampling, blocks, admit.features_SH)
+        request = DraftRequest(admit.request, list(admit.tokens), admit.sampling, blocks, admit.features_SH, admit.prompt_tokens)
         request.index = NgramIndex(admit.tokens if self.plan.fallback is Fallback.NGRAM else ())
         self.requests[request.id] = request
         self._fall_back(request)
@@ -174,8 +183,8 @@ class DraftWorker:
         for place in range(1, max(lengths) + 1):
             active = [i for i, length in enumerate(lengths) if length >= place]
             logits_RD = self.model.logits(torch.stack([outputs[i] for i in active]))
-            starts = [[len(requests[i].tokens) - 1] for i in active]
-            steps = self._draw(logits_RD, [requests[i] for i in active], starts, place) if not given else None
+            paths = [[[step.tokens[0] for step in drawn[i]]] for i in active]
+            steps = self._draw(logits_RD, [requests[i] for i in active], paths, place) if not given else None
             for row, i in enumerate(active):
                 features[i].append(outputs[i])
                 drawn[i].append(steps[row] if steps else Drawn([given[i][place - 1]], None, []))  # type: ignore[index]
@@ -240,7 +249,8 @@ class DraftWorker:
     def _select(self, requests: Sequence[DraftRequest], outputs: Sequence[Tensor]) -> list[Branches]:
         flying = [r.in_flight for r in requests if r.in_flight]
         counts = [self._fan_out(len(f.tokens), r.after_hit) for r, f in zip(requests, flying, strict=True)]
-        logits_GD = self.model.logits(torch.cat(list(outputs)))
+        paths = [[f.tokens[:k] for k in range(len(f.tokens) + 1)] for f in flying]
+        logits_GD = self._adjusted(self.model.logits(torch.cat(list(outputs))), requests, paths)
         lowered = [f.lowered or None for f in flying]
         return select_many(logits_GD, [f.tokens for f in flying], counts, self.model.vocab.draft_to_target, lowered)
 
@@ -254,14 +264,19 @@ class DraftWorker:
         sizes = [len(tree.branches.ks) for tree in trees]
         deepest = [self._mask(tree, self.plan.lookahead) for tree in trees]
         starts = [[tree.request.newest_slot + 2 + k for k in tree.branches.ks] for tree in trees]  # where the bonus tokens sit
+        paths = [tree.first_paths() for tree in trees]
         steps: list[list[Drawn]] = []
         outputs: list[Tensor] = []
         for depth in range(1, self.plan.lookahead + 1):
             positions = [start - 2 + depth for branch_starts in starts for start in branch_starts]
             rows = [self._rows(tree, mask, depth) for tree, mask in zip(trees, deepest, strict=True)]
             hidden_RH = self.model.forward(tokens, hidden_RH, positions, rows)
-            steps.append(self._draw(self.model.logits(hidden_RH), [tree.request for tree in trees], starts, depth))
+            steps.append(self._draw(self.model.logits(hidden_RH), [tree.request for tree in trees], paths, depth))
             outputs.append(hidden_RH)
+            paths = [
+                [[*path, token] for path, token in zip(rows, drawn.tokens, strict=True)]
+                for rows, drawn in zip(paths, steps[-1], strict=True)
+            ]
             tokens = [token for drawn in steps[-1] for token in drawn.tokens]
         pieces = torch.stack(outputs).split(sizes, dim=1)
         return [_prepared(tree.branches, [step[i] for step in steps], pieces[i]) for i, tree in enumerate(trees)]
@@ -275,32 +290,49 @@ class DraftWorker:
         last = tree.request.newest_slot + len(tree.outputs_GH) - 1 + depth * count
         return tree.request.rows(last, count, mask_BL[:, : last + 1])
 
-    def _draw(self, logits_RD: Tensor, requests: Sequence[DraftRequest], starts: Sequence[Sequence[int]], place: int) -> list[Drawn]:
-        """The tokens at `place` after the bonus tokens that sit at `starts`, one row each: argmax, or a keyed draw from q'."""
-        to_target = self.model.vocab.draft_to_target
-        if all(request.sampling.greedy for request in requests):
-            flat = to_target[torch.tensor(greedy_ids(logits_RD))].tolist()
-        else:
-            flat = to_target[logits_RD.float().argmax(-1)].tolist()
-        result, start = [], 0
-        for request, places in zip(requests, starts, strict=True):
-            stop = start + len(places)
-            if request.sampling.greedy:
-                result.append(Drawn(flat[start:stop], None, []))
-            else:
-                result.append(self._sample(logits_RD[start:stop], request, places, place))
-            start = stop
-        return result
+    def _draw(self, logits_RD: Tensor, requests: Sequence[DraftRequest], paths: Sequence[Paths], place: int) -> list[Drawn]:
+        """The tokens that follow each path, the `place`-th after the bonus token: argmax, or a keyed draw from q'."""
+        logits_RD = self._adjusted(logits_RD, requests, paths)
+        sampled = [not request.sampling.greedy for request in requests]
+        if not any(sampled):
+            return self._argmax(logits_RD, paths)
+        if all(sampled):
+            return self._sample(logits_RD, requests, paths, place)
+        pieces, drawn = logits_RD.split([len(own) for own in paths]), {}
+        for kind in (False, True):
+            members = [i for i, own in enumerate(sampled) if own is kind]
+            logits, own_paths = torch.cat([pieces[i] for i in members]), [paths[i] for i in members]
+            own = self._sample(logits, [requests[i] for i in members], own_paths, place) if kind else self._argmax(logits, own_paths)
+            drawn |= zip(members, own, strict=True)
+        return [drawn[i] for i in range(len(requests))]
 
-    def _sample(self, logits_RD: Tensor, request: DraftRequest, starts: Sequence[int], place: int) -> Drawn:
-        count = len(starts)
+    def _adjusted(self, logits_RD: Tensor, requests: Sequence[DraftRequest], paths: Sequence[Paths]) -> Tensor:
+        """Logits after each request's own bias and penalties: what is drafted without them is seldom accepted under them."""
+        if not any(request.sampling.adjusts for request in requests):
+            return logits_RD
+        pieces = list(logits_RD.split([len(own) for own in paths]))
+        for i, (request, own) in enumerate(zip(requests, paths, strict=True)):
+            if request.sampling.adjusts:
+                pieces[i] = adjust_logits(pieces[i], request.sampling, request.text, own, self.model.vocab.target_to_draft)
+        return torch.cat(pieces)
+
+    def _argmax(self, logits_RD: Tensor, paths: Sequence[Paths]) -> list[Drawn]:
+        tokens = iter(self.model.vocab.draft_to_target[torch.tensor(greedy_ids(logits_RD))].tolist())
+        return [Drawn([next(tokens) for _ in own], None, []) for own in paths]
+
+    def _sample(self, logits_RD: Tensor, requests: Sequence[DraftRequest], paths: Sequence[Paths], place: int) -> list[Drawn]:
+        """All rows at once. The distribution is the request's own (temperature, filters), tilted where Saguaro sampling is on."""
+        rows = [(request, len(request.tokens) + len(path)) for request, own in zip(requests, paths, strict=True) for path in own]
         counts = self._fan_out(self.plan.lookahead, True) if self.plan.mode is Mode.SSD and self.plan.saguaro_c < 1 else ()
-        probs = process_logits(logits_RD, [request.sampling] * count)
+        probs = process_logits(logits_RD, [request.sampling for request, _ in rows])
         tilted = tilt(probs, counts[place - 1] if counts else 0, self.plan.saguaro_c)
-        draws = uniforms([request.sampling.seed] * count, [start + place for start in starts], Purpose.DRAFT, [place] * count)
-        to_target = self.model.vocab.draft_to_target
-        tokens = to_target[sample_from(tilted.probs_RD, draws.to(logits_RD.device))].tolist()
-        return Drawn(tokens, tilted.probs_RD, to_target[tilted.lowered_RF].tolist() if tilted.lowered_RF.shape[1] else [])
+        seeds, positions = [request.sampling.seed for request, _ in rows], [position for _, position in rows]
+        draws = uniforms(seeds, positions, Purpose.DRAFT, [place] * len(rows)).to(logits_RD.device)
+        to_target, sizes = self.model.vocab.draft_to_target, [len(own) for own in paths]
+        tokens = to_target[sample_from(tilted.probs_RD, draws)].split(sizes)
+        lowered = to_target[tilted.lowered_RF].split(sizes)
+        drawn = zip(tokens, tilted.probs_RD.split(sizes), lowered, strict=True)
+        return [Drawn(t.tolist(), probs, low.tolist() if low.shape[1] else []) for t, probs, low in drawn]
 
 
 def _speculation(steps: Sequence[Drawn], features: Sequence[Tensor]) -> Speculation:

@@ -18,10 +18,10 @@ from infer.channel import Channel, DraftGone
 from infer.config import EngineSettings, Mode
 from infer.kernels.accept import Proposal, Verdict
 from infer.messages import Admit, Answer, FromDraft, Outcome, ToDraft
-from infer.request import FinishReason, Request, RequestOutput, RoundRecord, SamplingParams, Source
+from infer.request import FinishReason, Request, RequestOutput, RoundRecord, SamplingParams, Source, check_token_ids
 from infer.scheduler import Scheduler
 from infer.target import Rows, TargetOutput, TargetRunner
-from infer.verify import RowToVerify, verify_rows
+from infer.verify import row_of, verify_rows
 
 ANSWER_TIMEOUT = 10.0  # seconds: longer than any honest answer, short enough for a user who waits
 NOTHING = Answer("", 0, Source.NONE, ())
@@ -81,9 +81,10 @@ class Engine:
         name = request_id or f"request-{next(self._ids)}"
         if name in self.scheduler.running or any(r.id == name for r in self.scheduler.waiting):
             raise UserError(f"request id {name!r} is already in use; give each request its own")
+        check_token_ids(params, self.target.facts.vocab_size)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.target.facts.end_token_ids))
         most = min(len(prompt_ids) + params.max_new_tokens, limit)
-        self.scheduler.submit(Request(name, tuple(prompt_ids), params, stops, most, list(prompt_ids)))
+        self.scheduler.submit(Request(name, tuple(prompt_ids), params.seeded(), stops, most, list(prompt_ids)))
         return name
 
     def cancel(self, request_id: str) -> None:
@@ -138,14 +139,14 @@ class Engine:
             started = time.perf_counter()
             prompt = request.prompt_ids
             output = self.runner.forward([Rows(prompt, len(prompt), self.scheduler.blocks[request.id])], last_only=True)
-            row = RowToVerify(0, len(prompt) - 1, sampling=request.params.sampling)
-            kept = request.commit([verify_rows(output.logits_RV, [row])[0].bonus_token])
+            kept = request.commit([verify_rows(output.logits_RV, [row_of(request, 0)])[0].bonus_token])
             if request.finish_reason is not None:
                 self.scheduler.release(request.id)
             elif self.draft_alive:
                 assert output.features_RH is not None
                 sampling = request.params.sampling
-                self._admits.append(Admit(request.id, tuple(request.tokens), output.features_RH, request.max_tokens, sampling))
+                tokens, limit = tuple(request.tokens), request.max_tokens
+                self._admits.append(Admit(request.id, tokens, output.features_RH, limit, sampling, len(request.prompt_ids)))
             request.prefill_seconds = time.perf_counter() - started
             outputs.append(RequestOutput(request.id, tuple(kept), request.finish_reason, request))
         return outputs
@@ -166,7 +167,7 @@ class Engine:
                 assert self.drafting.draft_to_target_D is not None
                 probs = answer.probs_KD[: len(drafted)].to(output.logits_RV.device)
                 proposal = Proposal(probs, self.drafting.draft_to_target_D)
-            to_verify.append(RowToVerify(start, len(request.tokens) - 1, drafted, proposal, request.params.sampling))
+            to_verify.append(row_of(request, start, drafted, proposal))
             start += len(rows.tokens)
         return verify_rows(output.logits_RV, to_verify)
 

@@ -30,6 +30,16 @@ EXAMPLES = """\
   python -m infer.generate --recipe recipes/smollm2-135m/serve.yaml lookahead=4      (a chat)"""
 CHAT_HELP = "/clear forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 
+PENALTIES = {
+    "presence": "-2..2, taken from the logit of each token of the answer",
+    "frequency": "-2..2, the same for each time the token stands there",
+    "repetition": "above 1: makes tokens of prompt and answer less likely",
+}
+SAMPLING = (
+    *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"),
+    *(f"{name}_penalty" for name in PENALTIES),
+)
+
 Message = dict[str, str]
 
 
@@ -56,7 +66,7 @@ def main(argv: list[str]) -> int:
     from infer.launch import launch
     from infer.request import SamplingParams
 
-    params = SamplingParams(options.max_new_tokens, options.temperature, seed=options.seed)
+    params = SamplingParams(**{name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None})
     with loading(f"loading {settings.target}, mode {options.mode} ..."):
         engine = launch(settings, Mode(options.mode))
     with engine:
@@ -78,10 +88,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--mode", choices=[mode.value for mode in Mode], default="ssd", help="how tokens are made (default: ssd)")
     parser.add_argument("--prompt", metavar="TEXT", help="the user's message; without it, a chat")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer, in tokens (default: 256)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 always takes the likeliest token (default: 0)")
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="with a temperature, the same seed repeats the answer (default: 0)"
-    )
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token (default: 0; by --top-* or --min-p 1)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
+    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the fewest likeliest tokens with this probability together")
+    parser.add_argument("--min-p", type=float, metavar="P", help="draw from tokens at least P times as likely as the likeliest one")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws: the same seed repeats the answer (default: 0)")
+    for name, text in PENALTIES.items():
+        parser.add_argument(f"--{name}-penalty", type=float, metavar="X", help=text)
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the target's end token, up to the limit")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else; seconds and speed are of decoding")
     options = parser.read(argv)
     if options.prompt is not None and not options.prompt.strip():

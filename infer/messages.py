@@ -33,6 +33,7 @@ class Admit:
     features_SH: Tensor  # S = len(tokens) - 1
     max_tokens: int
     sampling: Sampling
+    prompt_tokens: int = 0  # how many of the tokens are the prompt's; the rest is answer
 
 
 @dataclass(frozen=True)
@@ -106,21 +107,26 @@ def unpack(buffer: bytes | memoryview) -> ToDraft | FromDraft:
 
 def _to_draft(message: ToDraft, tensors: list[Tensor]) -> dict[str, Any]:
     tensors += [admit.features_SH for admit in message.admits] + [outcome.features_SH for outcome in message.outcomes]
-    admits = [[a.request, a.tokens, a.max_tokens, asdict(a.sampling)] for a in message.admits]
+    admits = [[a.request, a.tokens, a.max_tokens, asdict(a.sampling), a.prompt_tokens] for a in message.admits]
     outcomes = [[o.request, o.round, o.accepted, o.bonus] for o in message.outcomes]
     return {"admits": admits, "outcomes": outcomes, "retires": message.retires, "stop": message.stop}
 
 
 def _read_to_draft(body: dict[str, Any], tensors: Sequence[Tensor]) -> ToDraft:
     admits = [
-        Admit(request, tuple(tokens), tensors[i], max_tokens, Sampling(**sampling))
-        for i, (request, tokens, max_tokens, sampling) in enumerate(body["admits"])
+        Admit(request, tuple(tokens), tensors[i], max_tokens, _read_sampling(**sampling), prompt_tokens)
+        for i, (request, tokens, max_tokens, sampling, prompt_tokens) in enumerate(body["admits"])
     ]
     outcomes = [
         Outcome(request, round_, accepted, bonus, tensors[i])
         for i, (request, round_, accepted, bonus) in enumerate(body["outcomes"], start=len(admits))
     ]
     return ToDraft(tuple(admits), tuple(outcomes), tuple(body["retires"]), body["stop"])
+
+
+def _read_sampling(logit_bias: Sequence[Sequence[Any]], **fields: Any) -> Sampling:
+    """JSON has no tuples."""
+    return Sampling(**fields, logit_bias=tuple((token, bias) for token, bias in logit_bias))
 
 
 def _from_draft(message: FromDraft, tensors: list[Tensor]) -> dict[str, Any]:

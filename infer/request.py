@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from drafters.errors import UserError
@@ -31,30 +32,74 @@ class Source(StrEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What the user asks of one answer. Temperature 0 is greedy; the end tokens of the target always stop unless `ignore_eos`."""
+    """What the user asks of one answer. The end tokens of the target always stop unless `ignore_eos`.
+
+    `temperature` 0 is greedy; None too, unless top_k, top_p or min_p is given, which only a drawn answer can heed: then it is 1.
+    Greedy with bias or penalties takes the argmax of the changed logits. `seed` None: a random one for each request.
+    `logit_bias` adds to the logits of token ids. The repetition penalty (1 is none) counts the prompt's tokens, the presence and the
+    frequency penalty (0 is none) only those of the answer.
+    """
 
     max_new_tokens: int = 256
-    temperature: float = 0.0
+    temperature: float | None = None
     top_k: int | None = None
     top_p: float = 1.0
-    seed: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens = {self.max_new_tokens}: has to be at least 1")
-        if not 0 <= self.temperature <= 100:
-            raise UserError(f"temperature = {self.temperature}: has to lie in 0..100 (0 is greedy)")
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k = {self.top_k}: has to be at least 1, or left out")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p = {self.top_p}: has to lie above 0 and at most at 1")
+        _check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "be at least 1")
+        _check(self.temperature is None or 0 <= self.temperature <= 100, "temperature", self.temperature, "lie in 0..100 (0 is greedy)")
+        _check(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "be at least 1, or left out")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "lie above 0 and at most at 1")
+        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "lie in 0..1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "lie in -2..2")
+        _check(0 < self.repetition_penalty <= 10, "repetition_penalty", self.repetition_penalty, "lie above 0 and at most at 10")
+        for token, bias in self.logit_bias:
+            _check(-100 <= bias <= 100, f"logit_bias of token {token}", bias, "lie in -100..100")
+        ids = [token for token, _ in self.logit_bias]
+        _check(len(set(ids)) == len(ids), "logit_bias", ids, "name each token once")
 
     @property
     def sampling(self) -> Sampling:
-        """The part that verification and drafting need."""
-        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
+        """The part that verification and drafting need. `seed` has to be set by now, except where nothing is drawn."""
+        temperature = self.temperature
+        if temperature is None:
+            temperature = 1.0 if self.top_k is not None or self.top_p < 1 or self.min_p > 0 else 0.0
+        return Sampling(
+            temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.seed or 0,
+            self.presence_penalty,
+            self.frequency_penalty,
+            self.repetition_penalty,
+            self.logit_bias,
+        )
+
+    def seeded(self) -> SamplingParams:
+        """The same with a seed: its own, or a random one where it has none."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raise `UserError` where `params` name a token that the target does not have."""
+    for name, ids in (("logit_bias", [token for token, _ in params.logit_bias]), ("stop_token_ids", params.stop_token_ids)):
+        for token in ids:
+            _check(0 <= token < vocab_size, name, token, f"name token ids of this target, 0..{vocab_size - 1}")
+
+
+def _check(holds: bool, name: str, value: object, rule: str) -> None:
+    if not holds:
+        raise UserError(f"{name} = {value}: has to {rule}")
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,16 @@ R rows of logits (all requests, one after another), V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from infer.kernels.accept import Proposal, Verdict, accept, accept_greedy
+from infer.kernels.adjust import Text, adjust_logits
 from infer.kernels.sample import Purpose, Sampling, greedy_ids, process_logits, uniform
+from infer.request import Request
 
 
 @dataclass(frozen=True)
@@ -27,34 +30,56 @@ class RowToVerify:
     drafted: tuple[int, ...] = ()
     proposal: Proposal | None = None  # None: the tokens were chosen, not drawn (argmax, n-gram, nothing drafted)
     sampling: Sampling = field(default_factory=Sampling)
+    text: Text = Text()  # read where `sampling` has penalties
+
+    @property
+    def rows(self) -> slice:
+        """The request's own rows."""
+        return slice(self.start, self.start + len(self.drafted) + 1)
+
+
+def row_of(request: Request, start: int, drafted: Sequence[int] = (), proposal: Proposal | None = None) -> RowToVerify:
+    """A running request's part of the verification whose rows begin at `start`."""
+    sampling = request.params.sampling
+    text = Text(request.prompt_ids, request.new_tokens) if sampling.penalised else Text()
+    return RowToVerify(start, len(request.tokens) - 1, tuple(drafted), proposal, sampling, text)
 
 
 def verify_rows(logits_RV: Tensor, rows: Sequence[RowToVerify]) -> list[Verdict]:
     """Judge every request by its own rule: greedy or sampled, drawn or chosen or empty speculations, of different lengths.
 
-    A verdict depends on the request's own logits, tokens, proposal, sampling and position only, so a seed repeats its tokens
+    A verdict depends on the request's own logits, text, tokens, proposal, sampling and position only, so a seed repeats its tokens
     whatever else is in the batch.
     """
     assert all(row.start >= 0 and row.start + len(row.drafted) < len(logits_RV) for row in rows), (rows, logits_RV.shape)
-    argmax_R = greedy_ids(logits_RV) if any(row.sampling.greedy for row in rows) else []
-    probs = _target_probs(logits_RV, [row for row in rows if not row.sampling.greedy])
+    adjusted = {row.start: _adjusted(logits_RV, row) for row in rows if row.sampling.adjusts}
+    argmax_R = greedy_ids(logits_RV) if any(row.sampling.greedy and row.start not in adjusted for row in rows) else []
+    probs = _target_probs(logits_RV, adjusted, [row for row in rows if not row.sampling.greedy])
     verdicts = []
     for row in rows:
-        if row.sampling.greedy:
-            verdicts.append(accept_greedy(argmax_R[row.start : row.start + len(row.drafted) + 1], row.drafted))
-        else:
+        if not row.sampling.greedy:
             verdicts.append(_accept_sampled(probs[row.start], row))
+        elif row.start in adjusted:
+            verdicts.append(accept_greedy(greedy_ids(adjusted[row.start]), row.drafted))
+        else:
+            verdicts.append(accept_greedy(argmax_R[row.rows], row.drafted))
     return verdicts
 
 
-def _target_probs(logits_RV: Tensor, rows: Sequence[RowToVerify]) -> dict[int, Tensor]:
+def _adjusted(logits_RV: Tensor, row: RowToVerify) -> Tensor:
+    """The request's logits after its bias and penalties, each row's penalties counting the drafted tokens before it."""
+    paths = [row.drafted[:j] for j in range(len(row.drafted) + 1)]
+    return adjust_logits(logits_RV[row.rows], row.sampling, row.text, paths)
+
+
+def _target_probs(logits_RV: Tensor, adjusted: Mapping[int, Tensor], rows: Sequence[RowToVerify]) -> dict[int, Tensor]:
     """Processed distributions [K+1, V] of the sampled requests, by the row they start at; softmax runs once over all of them."""
     if not rows:
         return {}
     lengths = [len(row.drafted) + 1 for row in rows]
-    index = [row.start + j for row, length in zip(rows, lengths, strict=True) for j in range(length)]
     sampling = [row.sampling for row, length in zip(rows, lengths, strict=True) for _ in range(length)]
-    sampled_RV = logits_RV if index == list(range(len(logits_RV))) else logits_RV[index]
+    pieces = [adjusted.get(row.start, logits_RV[row.rows]) for row in rows]
+    sampled_RV = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     parts = process_logits(sampled_RV, sampling).split(lengths)
     return {row.start: part for row, part in zip(rows, parts, strict=True)}
 

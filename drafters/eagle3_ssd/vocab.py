@@ -62,6 +62,11 @@ class VocabMap:
         """bool [V], true where a target id is in the draft vocabulary."""
         return self._target_to_draft >= 0
 
+    @property
+    def target_to_draft(self) -> Tensor:
+        """int64 [V]: the draft id of each target id, -1 where it has none."""
+        return self._target_to_draft
+
     def contains(self, target_ids: Tensor) -> Tensor:
         """bool, shape of `target_ids`: is the drafter able to propose it?"""
         return self._target_to_draft[target_ids] >= 0

@@ -28,16 +28,35 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request wants its tokens drawn. `temperature` 0 is greedy, whatever the other fields say."""
+    """How a request wants its tokens chosen. `temperature` 0 is greedy: the argmax of the logits after bias and penalties.
+
+    Bias and penalties change the logits first (`infer.kernels.adjust`); temperature, min-p, top-k and top-p make them a
+    distribution (`process_logits`).
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit), each token once
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the logits depend on the text so far."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the logits are changed before anything is drawn."""
+        return self.penalised or bool(self.logit_bias)
 
 
 def uniform(seed: int, position: int, purpose: Purpose, place: int = 0) -> float:
@@ -75,6 +94,7 @@ def process_logits_reference(logits_RV: Tensor, sampling: Sequence[Sampling]) ->
     rows = []
     for logits_V, row in zip(logits_RV.float(), sampling, strict=True):
         probs_V = (logits_V / row.temperature).softmax(-1)
+        probs_V = torch.where(probs_V >= row.min_p * probs_V.max(), probs_V, 0.0)
         values = probs_V.sort(descending=True).values.tolist()[: row.top_k]
         kept, mass = 0, 0.0
         while kept < len(values) and (row.top_p == 1.0 or mass < row.top_p * sum(values)):
@@ -86,19 +106,22 @@ def process_logits_reference(logits_RV: Tensor, sampling: Sequence[Sampling]) ->
 
 
 def process_logits(logits_RV: Tensor, sampling: Sequence[Sampling]) -> Tensor:
-    """Logits to the distribution a request samples from: temperature, then top-k, then top-p. fp32 [R, V], rows sum to 1.
+    """Logits to the distribution a request samples from: temperature, min-p, top-k, top-p, in this order. fp32 [R, V], rows sum to 1.
 
-    top-p keeps the smallest set of likeliest tokens that reaches this share of what top-k left. Tokens as likely as the last one
-    kept are kept too. A row depends on its own logits and settings only. Greedy rows have no distribution here: see `greedy_ids`.
+    min-p drops tokens less likely than this share of the likeliest one. top-p keeps the smallest set of likeliest tokens that
+    reaches this share of what min-p and top-k left. Tokens as likely as the last one kept are kept too. A row depends on its own
+    logits and settings only. Greedy rows have no distribution here: see `greedy_ids`.
     """
     assert len(sampling) == len(logits_RV), (len(sampling), logits_RV.shape)
     assert not any(row.greedy for row in sampling), "greedy rows take the argmax, they are not sampled at a tiny temperature"
-    temperatures_R1 = torch.tensor([[row.temperature] for row in sampling], dtype=torch.float32, device=logits_RV.device)
+    temperatures_R = torch.tensor([row.temperature for row in sampling], dtype=torch.float32, device=logits_RV.device)
     logits_RV = logits_RV.float()
     # The maximum goes first: a tiny temperature then underflows to a one-hot instead of overflowing. From here on in place:
     # fresh megabytes cost more in page faults than the arithmetic on them.
-    weights_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)).div_(temperatures_R1).exp_()
+    weights_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)).div_(temperatures_R[:, None]).exp_()
     for weights_V, row in zip(weights_RV, sampling, strict=True):
+        if row.min_p > 0.0:
+            weights_V.masked_fill_(weights_V < row.min_p, 0.0)  # the likeliest one weighs 1
         if row.top_k is not None or row.top_p < 1.0:
             weights_V.masked_fill_(weights_V < _smallest_kept(weights_V, row), 0.0)
     return weights_RV.div_(weights_RV.sum(-1, keepdim=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 import uuid
 from collections.abc import Sequence
@@ -136,9 +135,15 @@ def _sampling(body: Body, max_new_tokens: int) -> SamplingParams:
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=body.top_k,
+        top_k=body.top_k if body.top_k and body.top_k > 0 else None,
         top_p=body.top_p or 1.0,
-        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        min_p=body.min_p or 0.0,
+        seed=body.seed,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        logit_bias=body.biases,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
     )
 

@@ -19,10 +19,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "echo": (False,),
     "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "min_p": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -40,7 +36,10 @@ IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "pr
 
 
 class Body(BaseModel):
-    """What both endpoints understand. Temperature is 1 unless given, as in OpenAI's API; `top_k` and `ignore_eos` are extensions."""
+    """What both endpoints understand. Temperature is 1 unless given, as in OpenAI's API.
+
+    Extensions, named as vLLM names them: top_k (0 and -1 are none), min_p, repetition_penalty, stop_token_ids, ignore_eos.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -48,7 +47,13 @@ class Body(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    logit_bias: dict[str, float] | None = None
+    stop_token_ids: list[int] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
@@ -63,10 +68,23 @@ class Body(BaseModel):
             raise ValueError("give at most 16 strings, none of them empty")
         return stop
 
+    @field_validator("logit_bias")
+    @classmethod
+    def _biases_name_tokens(cls, logit_bias: dict[str, float] | None) -> dict[str, float] | None:
+        for token, bias in (logit_bias or {}).items():
+            if not token.isdecimal() or not -100 <= bias <= 100:
+                raise ValueError("give an object of token ids and numbers in -100..100")
+        return logit_bias
+
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """The logit biases by token id."""
+        return tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items())
 
     @property
     def include_usage(self) -> bool:

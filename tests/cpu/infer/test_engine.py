@@ -142,6 +142,32 @@ def test_greedy_and_sampled_requests_share_a_batch(pair: tuple[Target, Path], pr
     assert [ended[str(i)].new_tokens for i in (0, 2)] == [expected[0], expected[2]]
 
 
+CHANGED_LOGITS = [
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"frequency_penalty": -0.5},
+    {"repetition_penalty": 1.3},
+    {"logit_bias": ((40, 6.0), (41, 6.0), (42, -100.0))},
+]
+
+
+@pytest.mark.parametrize("mode", [Mode.SD, Mode.SSD])
+def test_greedy_over_changed_logits_is_the_same_in_every_mode(pair: tuple[Target, Path], prompts: list[list[int]], mode: Mode) -> None:
+    """All kinds and a plain request in one batch, against each alone in mode ar."""
+    kinds = [SamplingParams(max_new_tokens=NEW, **changes) for changes in [*CHANGED_LOGITS, {}]]
+    alone = [run(_settings(pair), Mode.AR, pair[0], prompts[:1], params)[0].new_tokens for params in kinds]
+    assert len({tuple(tokens) for tokens in alone}) == len(kinds), "a parameter changed nothing"
+    with launch(_settings(pair, batch_size=5), mode, pair[0], in_process=True) as engine:
+        names = [engine.submit(prompts[0], params) for params in kinds]
+        ended = drain(engine)
+    assert [ended[name].new_tokens for name in names] == alone
+    assert any(r.accepted for name in names[:-1] for r in ended[name].rounds), "nothing was accepted under changed logits"
+
+
+def test_parameters_that_the_target_cannot_follow_are_refused_by_name(pair: tuple[Target, Path]) -> None:
+    with launch(_settings(pair), Mode.AR, pair[0]) as engine, pytest.raises(UserError, match="logit_bias = 999"):
+        engine.submit([5], SamplingParams(logit_bias=((999, 1.0),)))
+
+
 def test_cancelled_requests_leave_nothing_behind(pair: tuple[Target, Path], prompts: list[list[int]], expected: list[list[int]]) -> None:
     with launch(_settings(pair, batch_size=2), Mode.SSD, pair[0], in_process=True) as engine:
         names = [engine.submit(prompt, SamplingParams(max_new_tokens=NEW)) for prompt in prompts[:4]]

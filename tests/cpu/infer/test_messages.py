@@ -23,7 +23,10 @@ samplings = st.builds(
     temperature=st.floats(0, 100),
     top_k=st.none() | st.integers(1, 1000),
     top_p=st.floats(0, 1, exclude_min=True),
+    min_p=st.floats(0, 1),
     seed=st.integers(-(2**63), 2**63),
+    repetition_penalty=st.floats(0.1, 10),
+    logit_bias=st.lists(st.tuples(st.integers(0, 99), st.floats(-100, 100)), max_size=3).map(tuple),
 )
 
 
@@ -37,7 +40,7 @@ def tensors(draw: st.DrawFn, width: int = H) -> Tensor:
 
 to_draft = st.builds(
     ToDraft,
-    admits=st.lists(st.builds(Admit, ids, tokens, tensors(), counts, samplings), max_size=3).map(tuple),
+    admits=st.lists(st.builds(Admit, ids, tokens, tensors(), counts, samplings, counts), max_size=3).map(tuple),
     outcomes=st.lists(st.builds(Outcome, ids, counts, counts, counts, tensors()), max_size=3).map(tuple),
     retires=st.lists(ids, max_size=3).map(tuple),
     stop=st.booleans(),

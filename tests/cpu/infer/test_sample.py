@@ -74,6 +74,10 @@ SETTINGS = [
     Sampling(1.5, top_p=0.9),
     Sampling(20.0, top_p=0.99),  # a nucleus larger than the candidates that are fetched
     Sampling(1.0, top_k=40, top_p=0.7),
+    Sampling(1.0, min_p=0.2),
+    Sampling(3.0, min_p=0.01, top_k=30),
+    Sampling(0.8, min_p=0.05, top_p=0.8),
+    Sampling(5.0, min_p=0.3, top_p=0.95, top_k=900),
 ]
 
 
@@ -99,6 +103,8 @@ def test_filters_by_hand() -> None:
     assert process_logits(logits, [Sampling(1.0, top_k=2)])[0].tolist() == pytest.approx([4 / 7, 3 / 7, 0, 0])
     assert process_logits(logits, [Sampling(1.0, top_p=0.6)])[0].tolist() == pytest.approx([4 / 7, 3 / 7, 0, 0])
     assert process_logits(logits, [Sampling(1.0, top_k=3, top_p=0.8)])[0].tolist() == pytest.approx([4 / 9, 3 / 9, 2 / 9, 0])
+    assert process_logits(logits, [Sampling(1.0, min_p=0.6)])[0].tolist() == pytest.approx([4 / 7, 3 / 7, 0, 0])
+    assert process_logits(logits, [Sampling(1.0, min_p=0.4, top_p=0.7)])[0].tolist() == pytest.approx([4 / 7, 3 / 7, 0, 0])
     assert process_logits(logits, [Sampling(0.5)])[0].tolist() == pytest.approx([16 / 30, 9 / 30, 4 / 30, 1 / 30])
     tied = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
     assert process_logits(tied, [Sampling(1.0, top_k=2)])[0].tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])

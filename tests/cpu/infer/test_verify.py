@@ -17,9 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import infer.verify
 from infer.kernels.accept import Proposal, Verdict, accept, accept_greedy
+from infer.kernels.adjust import Text, adjust_logits_reference
 from infer.kernels.saguaro import tilt
-from infer.kernels.sample import Purpose, Sampling, process_logits, sample_from, uniforms
+from infer.kernels.sample import Purpose, Sampling, process_logits, process_logits_reference, sample_from, uniforms
 from infer.verify import RowToVerify, verify_rows
 
 N, VOCAB, LOOKAHEAD, START = 4000, 5, 2, 11
@@ -105,7 +107,7 @@ def run(draft: Drafting, sampling: Sequence[Sampling], verify: Callable = verify
         drafted, proposals = draft(last, [sampling[i].seed for i in active], positions)
         inputs, rows = [], []
         for i, token, position, tokens, proposal in zip(active, last, positions, drafted, proposals, strict=True):
-            rows.append(RowToVerify(len(inputs), position, tokens, proposal, sampling[i]))
+            rows.append(RowToVerify(len(inputs), position, tokens, proposal, sampling[i], Text([0], texts[i][1:])))
             inputs += [token, *tokens]
         for i, row, verdict in zip(active, rows, verify(TARGET_LOGITS[inputs], rows), strict=True):
             texts[i] += [*row.drafted[: verdict.num_accepted], verdict.bonus_token]
@@ -114,8 +116,8 @@ def run(draft: Drafting, sampling: Sequence[Sampling], verify: Callable = verify
 
 def chi_square_p(texts: Sequence[Sequence[int]], sampling: Sampling, tokens: int) -> float:
     """P-value of the first `tokens` (1 or 2) committed tokens under the target's own distribution."""
-    p = process_logits(TARGET_LOGITS, [sampling] * VOCAB).double()
-    expected = (p[0] if tokens == 1 else (p[0][:, None] * p).flatten()) * len(texts)
+    first, second = (_expected_rows(sampling, place) for place in (0, 1))
+    expected = (first[0] if tokens == 1 else (first[0][:, None] * second).flatten()) * len(texts)
     cells = torch.tensor([text[0] if tokens == 1 else text[0] * VOCAB + text[1] for text in texts])
     counts = torch.bincount(cells, minlength=len(expected)).double()
     possible = expected > 0
@@ -124,6 +126,13 @@ def chi_square_p(texts: Sequence[Sequence[int]], sampling: Sampling, tokens: int
     statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
     freedom = torch.tensor(float(possible.sum()) - 1, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom / 2, statistic / 2))
+
+
+def _expected_rows(sampling: Sampling, place: int) -> Tensor:
+    """Row t: the target's distribution after token t, which is the prompt's last token (place 0) or the answer's first (place 1)."""
+    answers = [[token][:place] for token in range(VOCAB)]
+    rows = [adjust_logits_reference(TARGET_LOGITS[t][None], sampling, Text([0], answers[t]), [[]]) for t in range(VOCAB)]
+    return process_logits_reference(torch.cat(rows), [sampling] * VOCAB).double()
 
 
 def requests(sampling: Sampling) -> list[Sampling]:
@@ -154,16 +163,42 @@ def test_filters_are_part_of_the_targets_distribution() -> None:
     assert chi_square_p(texts, sampling, 2) > LEVEL
 
 
-def test_a_batch_of_mixed_temperatures_and_paths() -> None:
-    kinds = [Sampling(1.0), Sampling(0.6), Sampling(1.5, top_k=3), Sampling(0.0)]
-    sampling = [replace(kinds[(seed // 3) % 4], seed=seed) for seed in range(N)]
+PENALISED = [
+    Sampling(1.0, presence_penalty=1.5),
+    Sampling(1.0, frequency_penalty=-1.0),
+    Sampling(1.0, repetition_penalty=2.5),
+    Sampling(0.8, logit_bias=((2, 2.0), (0, -3.0))),
+    Sampling(1.2, min_p=0.1, presence_penalty=0.5, repetition_penalty=1.5, logit_bias=((4, 1.0),)),
+]
+
+
+@pytest.mark.parametrize("sampling", PENALISED, ids=str)
+def test_penalties_count_the_drafted_tokens_before(sampling: Sampling) -> None:
+    assert chi_square_p(run(draft_mixed, requests(sampling)[:1500]), sampling, 2) > LEVEL
+
+
+@pytest.mark.parametrize("sampling", PENALISED[:2], ids=str)
+def test_penalties_over_committed_tokens_only_are_found(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken on purpose: p_j without the penalties on s_1..s_j."""
+
+    def without_path(logits: Tensor, own: Sampling, text: Text, paths: Sequence[Sequence[int]]) -> Tensor:
+        return adjust_logits_reference(logits, own, text, [[]] * len(paths))
+
+    monkeypatch.setattr(infer.verify, "adjust_logits", without_path)
+    assert chi_square_p(run(PATHS["drawn"], requests(sampling)[:1500]), sampling, 2) < BROKEN_LEVEL
+
+
+def test_a_batch_of_mixed_settings_and_paths() -> None:
+    greedy = [Sampling(0.0), Sampling(0.0, presence_penalty=2.0, logit_bias=((4, 0.6),))]
+    kinds = [Sampling(1.0), Sampling(0.6), *PENALISED[:2], *greedy]
+    sampling = [replace(kinds[(seed // 3) % len(kinds)], seed=seed) for seed in range(N)]
     texts = run(draft_mixed, sampling)
     for kind in kinds:
         group = [text for text, own in zip(texts, sampling, strict=True) if replace(own, seed=0) == kind]
-        if kind.greedy:
-            assert {tuple(text) for text in group} == {(0, 0)}
-        else:
+        if not kind.greedy:
             assert chi_square_p(group, kind, 2) > LEVEL
+    for kind, text in zip(greedy, [(0, 0), (0, 1)], strict=True):
+        assert {tuple(got) for got, own in zip(texts, sampling, strict=True) if replace(own, seed=0) == kind} == {text}
 
 
 def broken_greedy(p: Tensor, drafted: Sequence[int], proposal: Proposal | None, u: Sequence[float], bonus: Sequence[float]) -> Verdict:
