@@ -33,7 +33,7 @@ class _FirstToken:
 class TransformersEngine:
     """One request at a time, whole in one `step`, with the model as transformers loads it: unfused, unpacked, its own cache."""
 
-    draft_alive = False
+    draft_failures = 0
 
     def __init__(self, settings: EngineSettings, device: str) -> None:
         from transformers import AutoModelForCausalLM

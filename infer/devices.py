@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -25,6 +26,18 @@ def device_of(names: Sequence[str]) -> torch.device:
     if kinds == {"cuda"}:
         raise UserError(f"devices {', '.join(names)}: a target on several GPUs is not supported yet; give one")
     raise UserError(f"devices {', '.join(names)}: give cpu:CORE (several cores are possible) or cuda:N")
+
+
+@contextmanager
+def pinned_to_cores(names: Sequence[str]) -> Iterator[None]:
+    """`pin_to_cores` for a while: processes started meanwhile begin there."""
+    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    try:
+        pin_to_cores(names)
+        yield
+    finally:
+        if before is not None:
+            os.sched_setaffinity(0, before)
 
 
 def pin_to_cores(names: Sequence[str]) -> None:

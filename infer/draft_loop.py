@@ -14,20 +14,20 @@ from torch._C._distributed_c10d import TCPStore
 
 from drafters.eagle3_ssd.checkpoint import load_drafter
 from drafters.errors import UserError
-from infer.channel import Wire
+from infer.channel import PeerGone, Wire
 from infer.devices import pin_to_cores
 from infer.draft_model import DraftModel
 from infer.draft_worker import DraftPlan, DraftWorker
 from infer.messages import ToDraft
 
 STORE_TIMEOUT = timedelta(minutes=5)
+HERE = "drafter-here"  # set in the store once the draft process is about to connect
 
 
 @dataclass(frozen=True)
 class DraftJob:
     """What the draft process is started with. `embeddings` are the target's, in shared memory."""
 
-    port: int
     drafter: str
     embeddings: Tensor
     dtype: str
@@ -35,6 +35,8 @@ class DraftJob:
     threads: int
     cores: tuple[str, ...]
     plan: DraftPlan
+    pool_tokens: int
+    port: int = 0  # of the store where the two meet
 
 
 def run_draft_process(job: DraftJob) -> None:
@@ -44,34 +46,34 @@ def run_draft_process(job: DraftJob) -> None:
     torch.set_num_threads(job.threads)
     try:
         worker = _worker(job)
+        worker.warm_up()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     store = TCPStore("127.0.0.1", job.port, 2, is_master=False, timeout=STORE_TIMEOUT)
-    store.set("drafter-ready", str(os.getpid()))
+    store.set(HERE, str(os.getpid()))
     serve(Wire(store, 1), worker)
 
 
 def serve(wire: Wire, worker: DraftWorker) -> None:
     """Answer message after message. The answer goes out before the preparation for the next one begins."""
-    while True:
-        try:
+    try:
+        wire.send(worker.ready)
+        while True:
             message = wire.receive()
-        except RuntimeError:  # the target is gone, and with it the reason to be here
-            return
-        assert isinstance(message, ToDraft), message
-        if message.stop:
-            return
-        answer = worker.answer(message)
-        try:
-            wire.send(answer)
-        except RuntimeError:
-            return
-        worker.prepare()
+            assert isinstance(message, ToDraft), message
+            if message.stop:
+                return
+            answer = worker.answer(message)
+            if message.is_answered:
+                wire.send(answer)
+                worker.prepare()
+    except PeerGone:  # the target, and with it the reason to be here
+        return
 
 
 def _worker(job: DraftJob) -> DraftWorker:
     dtype: torch.dtype = getattr(torch, job.dtype)
     loaded = load_drafter(job.drafter, None, job.embeddings, dtype, job.device)
-    model = DraftModel(loaded, job.plan.batch_size * job.plan.region_tokens)
+    model = DraftModel(loaded, job.pool_tokens)
     return DraftWorker(model, job.plan)

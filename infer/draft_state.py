@@ -8,7 +8,7 @@ H drafter hidden size, K tokens of a speculation, B branches, D draft vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -61,14 +61,21 @@ class DraftRequest:
     tokens: list[int]
     sampling: Sampling
     blocks: tuple[int, ...]
+    max_tokens: int
     pending_SH: Tensor  # true features of the newest S slots, whose keys are not written yet
     prompt_tokens: int = 0  # how many of the tokens are the prompt's
-    round: int = 0
+    chain: Hashable = None  # what names the published blocks in the prefix cache
+    published: int = 0  # how many of its blocks can be found
     in_flight: Speculation | None = None
     after_hit: bool = False
     bonus_output_H: Tensor | None = None  # output of slot n-2, once the pending slots are written
     prepared: Prepared | None = None
     index: NgramIndex = field(default_factory=NgramIndex)
+
+    @property
+    def round(self) -> int:
+        """The number of the next verification: the tokens committed before it."""
+        return len(self.tokens)
 
     @property
     def newest_slot(self) -> int:

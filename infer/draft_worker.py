@@ -9,6 +9,7 @@ R rows, H drafter hidden size, K look-ahead, B branches, D draft vocabulary.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from infer.fallback import Fallback, NgramIndex
 from infer.kernels.adjust import adjust_logits
 from infer.kernels.paged_attention import PagedRequest
 from infer.kernels.saguaro import tilt
-from infer.kernels.sample import Purpose, greedy_ids, process_logits, sample_from, uniforms
-from infer.messages import Admit, Answer, FromDraft, Outcome, ToDraft
+from infer.kernels.sample import Purpose, Sampling, greedy_ids, process_logits, sample_from, uniforms
+from infer.messages import Admit, Answer, FromDraft, Outcome, Ready, ToDraft
 from infer.request import Source
 
 
@@ -43,6 +44,8 @@ class DraftPlan(NamedTuple):
     saguaro_c: float
     batch_size: int
     max_model_len: int
+    prefix_cache: bool = True
+    prefill_tokens: int = 256
 
     @staticmethod
     def of(settings: EngineSettings, mode: Mode) -> DraftPlan:
@@ -53,9 +56,19 @@ class DraftPlan(NamedTuple):
         return DraftPlan(mode=mode, fallback=fallback, jit_lookahead=jit, **shared)
 
     @property
+    def scratch_tokens(self) -> int:
+        """Keys that a request needs behind its own: the in-flight slots, and a tree."""
+        return self.lookahead * (1 + self.budget)
+
+    @property
+    def read_tokens(self) -> int:
+        """Slots of a prompt that are written while others wait; never less than what a verification may add."""
+        return max(self.prefill_tokens, 2 * (self.lookahead + 1))
+
+    @property
     def region_tokens(self) -> int:
-        """Keys of one request: its own slots, the in-flight ones, and a tree."""
-        return self.max_model_len + self.lookahead * (1 + self.budget)
+        """Keys of the longest request."""
+        return self.max_model_len + self.scratch_tokens
 
 
 Paths = Sequence[Sequence[int]]  # of one request's rows: the tokens after its committed ones that a row follows
@@ -95,6 +108,22 @@ class DraftWorker:
         for length in range(plan.lookahead + 1) if plan.mode is Mode.SSD else ():
             self._fan_out(length, after_hit=False)  # a card without figures is refused here, before anything runs
 
+    @property
+    def ready(self) -> Ready:
+        """What this worker takes in."""
+        blocks = self.model.blocks
+        tokens = blocks.num_blocks * blocks.block_size
+        return Ready(os.getpid(), self.plan.batch_size, tokens, blocks.block_size, self.plan.scratch_tokens)
+
+    def warm_up(self) -> None:
+        """Draft once for a made-up request, so that no real one waits for kernels to be loaded and memory to be touched."""
+        features_SH = self.model.embeddings.new_zeros(1, self.model.config.hidden_size)
+        self.answer(ToDraft(admits=(Admit("warm-up", (0, 0), features_SH, 2 + self.plan.lookahead, Sampling()),)))
+        self.prepare()
+        self.answer(ToDraft(outcomes=(Outcome("warm-up", 2, 0, 0, features_SH),)))
+        self.answer(ToDraft(retires=("warm-up",)))
+        self._busy = 0.0
+
     @torch.inference_mode()
     def answer(self, message: ToDraft) -> FromDraft:
         """Take in what happened, and give each request named in it a speculation: from the cache, or by the fallback."""
@@ -104,69 +133,127 @@ class DraftWorker:
         sources = {admit.request: self._admit(admit) for admit in message.admits}
         sources |= {o.request: self._look_up(o) for o in message.outcomes if o.request in self.requests}
         self._answered = [self.requests[request] for request in sources]
+        for request in filter(self._is_behind, self._answered):
+            request.in_flight = request.in_flight or self._no_speculation(request)
         drafted_now = [r for r in self._answered if r.in_flight is None]
         for request, speculation in zip(drafted_now, self._chain(drafted_now), strict=True):
             request.in_flight = speculation
         answers = [self._answer_of(request, sources[request.id]) for request in self._answered]
         busy, self._busy = self._busy + time.perf_counter() - started, 0.0
-        return FromDraft(tuple(answers), busy)
+        if not self.requests:
+            self.check()
+        blocks = self.model.blocks
+        return FromDraft(tuple(answers), busy, len(self.requests), blocks.num_blocks - blocks.num_free, message.ping)
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Fill the caches of the requests answered last: glue, choice of outcomes, tree."""
+        """Fill the caches of the requests answered last: glue, choice of outcomes, tree. Of a long prompt only a part is read."""
         if self.plan.mode is not Mode.SSD or not self._answered:
             return
         started = time.perf_counter()
-        proposed = [r for r in self._answered if r.in_flight and r.in_flight.tokens and not len(r.in_flight.features_KH)]
+        behind = list(filter(self._is_behind, self._answered))
+        if behind:
+            self._read_on(behind[0])
+        if requests := [request for request in self._answered if request not in behind]:
+            self._fill(requests)
+        self._busy += time.perf_counter() - started
+
+    def _fill(self, requests: Sequence[DraftRequest]) -> None:
+        proposed = [r for r in requests if r.in_flight and r.in_flight.tokens and not len(r.in_flight.features_KH)]
         given = [r.in_flight.tokens for r in proposed if r.in_flight]
         for request, speculation in zip(proposed, self._chain(proposed, given), strict=True):
             request.in_flight = speculation  # the n-gram's tokens, now with the drafter's own features
-        outputs = self._glue(self._answered)
-        chosen = self._select(self._answered, outputs)
-        trees = [Branching(r, b, o) for r, b, o in zip(self._answered, chosen, outputs, strict=True)]
+        outputs = self._glue(requests)
+        chosen = self._select(requests, outputs)
+        trees = [Branching(r, b, o) for r, b, o in zip(requests, chosen, outputs, strict=True)]
         for tree, prepared in zip(trees, self._tree(trees), strict=True):
             tree.request.prepared = prepared
-        self._busy += time.perf_counter() - started
+
+    def check(self) -> None:
+        """Assert that the books are right: every block is some request's, or free."""
+        self.model.blocks.check([request.blocks for request in self.requests.values()])
 
     def _retire(self, request_id: str) -> None:
         if request := self.requests.pop(request_id, None):
             self.model.blocks.free(request.blocks)
 
     def _admit(self, admit: Admit) -> Source:
-        tokens = admit.max_tokens + self.plan.lookahead * (1 + self.plan.budget)
-        blocks = self.model.blocks.allocate(self.model.blocks.blocks_for(tokens))
-        assert blocks is not None, f"the drafter's pool is full: {len(self.requests)} requests, batch_size {self.plan.batch_size}"
-        request = DraftRequest(admit.request, list(admit.tokens), admit.sampling, blocks, admit.features_SH, admit.prompt_tokens)
-        request.index = NgramIndex(admit.tokens if self.plan.fallback is Fallback.NGRAM else ())
+        """Take in a request, with blocks for all it may ever need here. Slots that the prefix cache holds are not computed again.
+
+        Slot j depends on the tokens up to j+1, so a chain begins at the first token and its blocks hold the tokens behind it. The newest
+        slot is always computed: drafting begins with its output.
+        """
+        pool, tokens = self.model.blocks, admit.tokens
+        most = (len(tokens) - 2) // pool.block_size if self.plan.prefix_cache else 0
+        found = pool.find(tokens[0], tokens[1:], most)
+        pool.hold(found)
+        needed = pool.blocks_for(admit.max_tokens + self.plan.scratch_tokens)
+        new = pool.allocate(needed - len(found), after=found[-1] if found else None)
+        assert new is not None, f"the drafter's pool is full: {len(self.requests)} requests hold {pool.num_blocks - pool.num_free} blocks"
+        pending = admit.features_SH[len(found) * pool.block_size :]
+        chain = pool.identity(found[-1]) if found else tokens[0]
+        request = DraftRequest(admit.request, list(tokens), admit.sampling, (*found, *new), admit.max_tokens, pending, admit.prompt_tokens)
+        request.chain, request.published = chain, len(found)
+        request.index = NgramIndex(tokens if self.plan.fallback is Fallback.NGRAM else ())
         self.requests[request.id] = request
         self._fall_back(request)
         return Source.SYNC if self.plan.mode is Mode.SD else Source.FIRST
+
+    def _is_behind(self, request: DraftRequest) -> bool:
+        """Whether so much of a prompt is still to be read that others would have to wait for it."""
+        return self.plan.mode is Mode.SSD and len(request.pending_SH) > self.plan.read_tokens and len(self.requests) > 1
+
+    def _read_on(self, request: DraftRequest) -> None:
+        """Write as many of the pending slots as a round may; the rest stays pending."""
+        tokens, slots = request.pending_rows()
+        count = self.plan.read_tokens
+        self.model.forward(tokens[:count], request.pending_SH[:count], slots[:count], [request.rows(slots[count - 1], count)])
+        request.pending_SH = request.pending_SH[count:]
+        self._publish(request)
+
+    def _written(self, request: DraftRequest, output_H: Tensor) -> None:
+        """All pending slots are written; the newest one gave `output_H`."""
+        request.bonus_output_H, request.pending_SH = output_H, request.pending_SH[:0]
+        self._publish(request)
+
+    def _publish(self, request: DraftRequest) -> None:
+        """Let others find the blocks that hold true slots only."""
+        pool, written = self.model.blocks, request.newest_slot + 1 - len(request.pending_SH)
+        while (request.published + 1) * pool.block_size <= written:
+            start = request.published * pool.block_size
+            block, embedded = request.blocks[request.published], request.tokens[start + 1 : start + 1 + pool.block_size]
+            request.chain = pool.publish(block, request.chain, embedded)
+            request.published += 1
 
     def _look_up(self, outcome: Outcome) -> Source:
         """Advance a request by one verification; its new speculation, where the cache holds it, is then in flight."""
         request = self.requests[outcome.request]
         assert outcome.round == request.round, f"{request.id}: outcome of round {outcome.round}, expected {request.round}"
-        found = request.prepared.look_up(outcome.accepted, outcome.bonus) if request.prepared else None
+        prepared = request.prepared
+        found = prepared.look_up(outcome.accepted, outcome.bonus) if prepared else None
         accepted = request.in_flight.tokens[: outcome.accepted] if request.in_flight else ()
         request.tokens += [*accepted, outcome.bonus]
         if self.plan.fallback is Fallback.NGRAM:
             request.index.extend([*accepted, outcome.bonus])
         request.pending_SH = torch.cat([request.pending_SH, outcome.features_SH.to(request.pending_SH)])
-        request.round += 1
         request.prepared, request.bonus_output_H = None, None
         request.in_flight, request.after_hit = found, found is not None
         if found:
             return Source.HIT
         self._fall_back(request)
-        return Source.SYNC if self.plan.mode is Mode.SD else Source(self.plan.fallback.value)
+        if self.plan.mode is Mode.SD:
+            return Source.SYNC
+        return Source(self.plan.fallback.value) if prepared else Source.FIRST
 
     def _fall_back(self, request: DraftRequest) -> None:
         """What a miss gets at once; `jit` is left to be drafted, for all missed requests together."""
-        empty = request.pending_SH.new_empty(0, self.model.config.hidden_size)
         if self.plan.fallback is Fallback.NONE:
-            request.in_flight = Speculation((), empty)
+            request.in_flight = self._no_speculation(request)
         elif self.plan.fallback is Fallback.NGRAM:
-            request.in_flight = Speculation(tuple(request.index.propose(self.plan.lookahead)), empty)
+            request.in_flight = self._no_speculation(request)._replace(tokens=tuple(request.index.propose(self.plan.lookahead)))
+
+    def _no_speculation(self, request: DraftRequest) -> Speculation:
+        return Speculation((), request.pending_SH.new_empty(0, self.model.config.hidden_size))
 
     def _answer_of(self, request: DraftRequest, source: Source) -> Answer:
         assert request.in_flight is not None, request.id
@@ -176,7 +263,8 @@ class DraftWorker:
         """Draft K tokens after the newest one of each request, or follow the `given` ones: extend, then one slot at a time."""
         if not requests:
             return []
-        lengths = [len(tokens) for tokens in given] if given else [self.plan.jit_lookahead] * len(requests)
+        jit = self.plan.jit_lookahead
+        lengths = list(map(len, given)) if given else [max(1, min(jit, r.max_tokens - len(r.tokens) - 1)) for r in requests]
         outputs = self._extend(requests)
         features: list[list[Tensor]] = [[] for _ in requests]
         drawn: list[list[Drawn]] = [[] for _ in requests]
@@ -205,8 +293,7 @@ class DraftWorker:
         hidden_RH = self.model.forward(tokens, torch.cat([r.pending_SH for r in requests]), positions, places)
         ends = torch.tensor([len(r.pending_SH) for r in requests]).cumsum(0).tolist()
         for request, end in zip(requests, ends, strict=True):
-            request.bonus_output_H = hidden_RH[end - 1]
-            request.pending_SH = request.pending_SH[:0]
+            self._written(request, hidden_RH[end - 1])
         return [hidden_RH[end - 1] for end in ends]
 
     def _glue(self, requests: Sequence[DraftRequest]) -> list[Tensor]:
@@ -241,7 +328,7 @@ class DraftWorker:
             own = hidden_RH[start : start + pending + flying] if hidden_RH is not None else features_KH
             start += pending + flying
             if pending:
-                request.bonus_output_H, request.pending_SH = own[pending - 1], request.pending_SH[:0]
+                self._written(request, own[pending - 1])
             assert request.bonus_output_H is not None, request.id
             outputs.append(torch.cat([request.bonus_output_H[None], own[pending:]]))
         return outputs

@@ -169,7 +169,7 @@ def measure_all(
             task = bar.add_task("prompts x modes", total=len(questions) * len(runs))
             measure(engines, measured, questions, params, interrupt, lambda: bar.advance(task))
         for run, engine in zip(runs, engines, strict=True):
-            if run.mode is Mode.SSD and not engine.draft_alive:
+            if engine.draft_failures:
                 log.warning("%s: the draft process died on the way: these are not the figures of ssd", run.label)
     return measured
 

@@ -129,8 +129,8 @@ def complete(engine: Engine, messages: Sequence[Message], params: SamplingParams
         engine.cancel(request_id)
     if request is None:
         raise KeyboardInterrupt
-    if engine.settings.drafter and engine.mode is Mode.SSD and not engine.draft_alive:
-        note("the draft process has died; answers go on without it, at the target's own speed", "yellow")
+    if engine.mode is Mode.SSD and not engine.draft_alive:
+        note("the draft process has died; answers go on at the target's own speed until it is started again", "yellow")
     return Answer(engine.mode, request, "".join(pieces), interrupted)
 
 

@@ -1,8 +1,8 @@
 """What the target and the draft process say to each other: frozen records, packed and unpacked here and nowhere else.
 
-Once a round, target to drafter: which requests came, what their verifications gave, which are gone (`ToDraft`). Back: one
-speculation for each (`FromDraft`). Ids and facts cross, never block tables. A packed message is a JSON header, its length before
-it, and the raw tensors behind it. H drafter hidden size, S slots, D draft vocabulary.
+First the drafter says what it can hold (`Ready`). Then once a round, target to drafter: which requests came, what their verifications
+gave, which are gone (`ToDraft`). Back: one speculation for each (`FromDraft`). Ids and facts cross, never block tables. A packed message
+is a JSON header, its length before it, and the raw tensors behind it. H drafter hidden size, S slots, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -20,8 +20,23 @@ from torch import Tensor
 from infer.kernels.sample import Sampling
 from infer.request import Source
 
-VERSION = 1
+VERSION = 2
 _HEAD = struct.Struct("<II")
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Draft process to target, once, when it can be spoken to: how much it takes in."""
+
+    pid: int
+    requests: int  # at once
+    tokens: int  # of all requests together, where one counts `request_tokens(its max_tokens)`
+    block_size: int
+    scratch_tokens: int  # that a request needs beside its own
+
+    def request_tokens(self, max_tokens: int) -> int:
+        """What a request takes of `tokens`: whole blocks for all it may grow to, and for what is drafted behind it."""
+        return -(-(max_tokens + self.scratch_tokens) // self.block_size) * self.block_size
 
 
 @dataclass(frozen=True)
@@ -38,7 +53,10 @@ class Admit:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What verification `round` gave: `accepted` tokens of the speculation, then `bonus`; features of the positions before it."""
+    """What a verification gave: `accepted` tokens of the speculation, then `bonus`; features of the positions before it.
+
+    `round` is the number of committed tokens that the verification started from, in answers too.
+    """
 
     request: str
     round: int
@@ -49,12 +67,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ToDraft:
-    """Target to draft process. `stop` ends the process."""
+    """Target to draft process. What admits, reports or has `ping` set is answered. `stop` ends the process."""
 
     admits: tuple[Admit, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
     retires: tuple[str, ...] = ()
+    ping: bool = False
     stop: bool = False
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether a `FromDraft` comes back."""
+        return bool(self.admits or self.outcomes or self.ping)
 
 
 @dataclass(frozen=True)
@@ -73,23 +97,38 @@ class Answer:
 
 @dataclass(frozen=True)
 class FromDraft:
-    """Draft process to target: an answer for each admit and outcome of a `ToDraft`; how long the drafter worked since the last."""
+    """Draft process to target: an answer for each admit and outcome of a `ToDraft`; how long the drafter worked since the last.
+
+    `requests` and `blocks` are what the drafter holds now, for the target to compare with its own books; `pong` answers a ping.
+    """
 
     answers: tuple[Answer, ...]
     busy_seconds: float
+    requests: int = 0
+    blocks: int = 0
+    pong: bool = False
 
 
-def pack(message: ToDraft | FromDraft) -> bytes:
+Message = ToDraft | FromDraft | Ready
+
+
+def pack(message: Message) -> bytes:
     """One contiguous buffer, read back by `unpack`."""
     tensors: list[Tensor] = []
-    kind, body = ("to", _to_draft(message, tensors)) if isinstance(message, ToDraft) else ("from", _from_draft(message, tensors))
+    match message:
+        case ToDraft():
+            kind, body = "to", _to_draft(message, tensors)
+        case FromDraft():
+            kind, body = "from", _from_draft(message, tensors)
+        case Ready():
+            kind, body = "ready", asdict(message)
     layout = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
     header = json.dumps({"kind": kind, "body": body, "tensors": layout}, separators=(",", ":")).encode()
     raw = [t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors]
     return b"".join([_HEAD.pack(VERSION, len(header)), header, *raw])
 
 
-def unpack(buffer: bytes | memoryview) -> ToDraft | FromDraft:
+def unpack(buffer: bytes | memoryview) -> Message:
     """The message in `buffer`. An other version is refused: both processes have to run the same code."""
     version, length = _HEAD.unpack_from(buffer)
     assert version == VERSION, f"message of version {version}, this process speaks {VERSION}"
@@ -101,15 +140,17 @@ def unpack(buffer: bytes | memoryview) -> ToDraft | FromDraft:
         flat = torch.frombuffer(bytearray(buffer[offset : offset + size]), dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
         tensors.append(flat.view(dtype).view(shape))
         offset += size
-    body = header["body"]
-    return _read_to_draft(body, tensors) if header["kind"] == "to" else _read_from_draft(body, tensors)
+    kind, body = header["kind"], header["body"]
+    if kind == "ready":
+        return Ready(**body)
+    return _read_to_draft(body, tensors) if kind == "to" else _read_from_draft(body, tensors)
 
 
 def _to_draft(message: ToDraft, tensors: list[Tensor]) -> dict[str, Any]:
     tensors += [admit.features_SH for admit in message.admits] + [outcome.features_SH for outcome in message.outcomes]
     admits = [[a.request, a.tokens, a.max_tokens, asdict(a.sampling), a.prompt_tokens] for a in message.admits]
     outcomes = [[o.request, o.round, o.accepted, o.bonus] for o in message.outcomes]
-    return {"admits": admits, "outcomes": outcomes, "retires": message.retires, "stop": message.stop}
+    return {"admits": admits, "outcomes": outcomes, "retires": message.retires, "ping": message.ping, "stop": message.stop}
 
 
 def _read_to_draft(body: dict[str, Any], tensors: Sequence[Tensor]) -> ToDraft:
@@ -121,7 +162,7 @@ def _read_to_draft(body: dict[str, Any], tensors: Sequence[Tensor]) -> ToDraft:
         Outcome(request, round_, accepted, bonus, tensors[i])
         for i, (request, round_, accepted, bonus) in enumerate(body["outcomes"], start=len(admits))
     ]
-    return ToDraft(tuple(admits), tuple(outcomes), tuple(body["retires"]), body["stop"])
+    return ToDraft(tuple(admits), tuple(outcomes), tuple(body["retires"]), body["ping"], body["stop"])
 
 
 def _read_sampling(logit_bias: Sequence[Sequence[Any]], **fields: Any) -> Sampling:
@@ -132,7 +173,7 @@ def _read_sampling(logit_bias: Sequence[Sequence[Any]], **fields: Any) -> Sampli
 def _from_draft(message: FromDraft, tensors: list[Tensor]) -> dict[str, Any]:
     tensors += [answer.probs_KD for answer in message.answers if answer.probs_KD is not None]
     answers = [[a.request, a.round, a.source, a.tokens, a.probs_KD is not None] for a in message.answers]
-    return {"answers": answers, "busy": message.busy_seconds}
+    return {"answers": answers, "rest": [message.busy_seconds, message.requests, message.blocks, message.pong]}
 
 
 def _read_from_draft(body: dict[str, Any], tensors: Sequence[Tensor]) -> FromDraft:
@@ -141,4 +182,4 @@ def _read_from_draft(body: dict[str, Any], tensors: Sequence[Tensor]) -> FromDra
         Answer(request, round_, Source(source), tuple(tokens), next(rest) if drawn else None)
         for request, round_, source, tokens, drawn in body["answers"]
     ]
-    return FromDraft(tuple(answers), body["busy"])
+    return FromDraft(tuple(answers), *body["rest"])

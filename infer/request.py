@@ -20,7 +20,10 @@ class FinishReason(StrEnum):
 
 
 class Source(StrEnum):
-    """Where the speculation of a round came from. FIRST is a request's first one: there was nothing to look up."""
+    """Where the speculation of a round came from. FIRST is a request's first one: there was nothing to look up.
+
+    ALONE: no drafter had the request (mode ar; a drafter that is dead, silent or full).
+    """
 
     HIT = "hit"
     JIT = "jit"
@@ -28,6 +31,7 @@ class Source(StrEnum):
     NONE = "none"
     FIRST = "first"
     SYNC = "sync"  # mode sd
+    ALONE = "alone"
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ def main(argv: list[str]) -> int:
         with loading(f"loading {settings.target}, mode {options.mode} ..."):
             engine = thread.start()
         name = options.model_name or settings.target
+        note(engine.memory)
         note(f"serving {name!r} at {url_of(listener)}/v1 (mode {options.mode}; Ctrl-C stops)")
         run_server(create_app(thread, engine, name), listener)
     finally:

@@ -45,13 +45,18 @@ class KvPool(NamedTuple):
     def allocate(layers: int, num_blocks: int, block_size: int, heads_MD: tuple[int, int], like: Tensor) -> KvPool:
         """A zeroed pool of `num_blocks * block_size` slots of M key heads of size D, in the dtype and on the device of `like`."""
         shape = (num_blocks * block_size, *heads_MD)
-        keys, values = (tuple(like.new_zeros(shape) for _ in range(layers)) for _ in range(2))
+        keys, values = (tuple(zeros_on_demand(shape, like) for _ in range(layers)) for _ in range(2))
         return KvPool(keys, values, block_size)
 
     def slots(self, blocks: Sequence[int], start: int, stop: int) -> list[int]:
         """Slots of positions `start..stop-1` of a request that owns `blocks` in this order."""
         size = self.block_size
         return [blocks[position // size] * size + position % size for position in range(start, stop)]
+
+    def slots_of_all(self, blocks: Sequence[int], stop: int) -> np.ndarray:
+        """`slots` from position 0 on, int64 [stop]: for many of them."""
+        used = np.asarray(blocks[: -(-stop // self.block_size)], dtype=np.int64)
+        return (used[:, None] * self.block_size + np.arange(self.block_size)).ravel()[:stop]
 
 
 @dataclass(frozen=True)
@@ -201,6 +206,13 @@ class DocumentContext:
         return out.transpose(1, 2)
 
 
+def zeros_on_demand(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Zeros in the dtype and on the device of `like`. On CPU the memory is taken when it is first written, page by page."""
+    if like.device.type != "cpu":
+        return like.new_zeros(tuple(shape))
+    return torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * like.element_size()), dtype=np.uint8)).view(like.dtype)
+
+
 def attend_rows(query_QND: Tensor, keys_LMD: Tensor, values_LMD: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """Attention of Q rows over L keys, [Q, N, D]. `bias` [G*Q, L] is added to the scores (`additive_mask`), None shows all.
 
@@ -233,7 +245,7 @@ def _reading(pool: KvPool, request: PagedRequest, device: torch.device) -> slice
     first = request.blocks[0]
     if all(block == first + i for i, block in enumerate(request.blocks[:used])):
         return slice(first * pool.block_size, first * pool.block_size + request.num_keys)
-    return torch.tensor(pool.slots(request.blocks, 0, request.num_keys), device=device)
+    return torch.from_numpy(pool.slots_of_all(request.blocks, request.num_keys)).to(device)
 
 
 def attend_in_context(

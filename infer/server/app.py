@@ -13,7 +13,6 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from data.render import RenderError, render_prompt
 from drafters.errors import UserError
-from infer.config import Mode
 from infer.request import SamplingParams
 from infer.server.answers import deltas, events, new_reply, whole_answer
 from infer.server.driver import EngineGone, EngineThread
@@ -36,9 +35,9 @@ def create_app(thread: EngineThread, engine: Engine, model_name: str) -> FastAPI
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        drafter = ("serving" if engine.draft_alive else "gone") if engine.mode is not Mode.AR else "none"
         status = "ok" if thread.alive else "engine ended"
-        return JSONResponse({"status": status, "mode": engine.mode.value, "drafter": drafter}, 200 if thread.alive else 503)
+        content = {"status": status, "mode": engine.mode.value, "drafter": engine.draft_state.value}
+        return JSONResponse(content, 200 if thread.alive else 503)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from infer.request import FinishReason, SamplingParams
 
 log = logging.getLogger(__name__)
+REST = 1.0  # seconds between two looks of an idle engine at its draft process
 
 
 class EngineGone(Exception):
@@ -157,7 +158,11 @@ class EngineThread:
     def _serve(self, engine: Engine) -> None:
         while True:
             while not engine.has_work or not self._inbox.empty():
-                command = self._inbox.get()
+                try:
+                    command = self._inbox.get(timeout=REST)
+                except queue.Empty:
+                    engine.rest()
+                    continue
                 if command is None:
                     return
                 command(engine)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from infer.channel import FRAME, LocalChannel, Wire
+from infer.channel import FRAME, Inbox, LocalChannel, PeerGone, Wire
 from infer.kernels.sample import Sampling
 from infer.messages import Admit, Answer, FromDraft, Outcome, ToDraft, pack
 from infer.request import Source
@@ -78,7 +78,7 @@ def test_both_ends_may_send_before_either_receives(wires: list[Wire], size: int)
 
 def test_a_silent_peer_is_an_error_when_the_time_is_up(wires: list[Wire]) -> None:
     started = time.monotonic()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(PeerGone):
         wires[0].receive(SHORT)
     assert 0.25 < time.monotonic() - started < 5
 
@@ -87,7 +87,7 @@ def test_a_silent_peer_is_an_error_when_the_time_is_up(wires: list[Wire]) -> Non
 def test_a_peer_that_left_is_an_error_at_once(wires: list[Wire], waiting: bool) -> None:
     wires.pop()  # its sockets close
     started = time.monotonic()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(PeerGone):
         if waiting:
             wires[0].receive(timedelta(seconds=60))
         for _ in range(50):  # the first may still fit into the socket's buffer
@@ -109,11 +109,40 @@ class Worker:
         self.calls.append("prepare")
 
 
-def test_a_local_channel_answers_in_order_and_prepares_after_each() -> None:
+def test_a_local_channel_works_when_it_is_asked_for_the_answer_and_in_order() -> None:
     worker = Worker()
     channel = LocalChannel(worker)  # type: ignore[arg-type]
     for number in ("1", "2"):
-        channel.send(ToDraft(retires=(number,)))
-    assert worker.calls == ["answer 1", "prepare", "answer 2", "prepare"]
-    assert [channel.receive(0.0).busy_seconds for _ in range(2)] == [1.0, 2.0]
-    assert channel.alive
+        channel.send(ToDraft(retires=(number,), ping=True))
+    assert worker.calls == []
+    assert channel.receive(0.0).busy_seconds == 1.0  # type: ignore[union-attr]
+    assert worker.calls == ["answer 1", "prepare"]
+    channel.send(ToDraft(retires=("3",)))
+    assert worker.calls == ["answer 1", "prepare", "answer 2", "prepare", "answer 3"], "what nobody waits for is done at once, in its turn"
+    assert channel.receive(0.0).busy_seconds == 2.0  # type: ignore[union-attr]
+
+
+def test_an_inbox_waits_without_harm_and_tells_that_the_peer_is_gone(wires: list[Wire]) -> None:
+    inbox = Inbox(wires[0])
+    started = time.monotonic()
+    assert inbox.get(0.0) is None and inbox.get(0.2) is None
+    assert 0.15 < time.monotonic() - started < 2
+    wires[1].send(ToDraft(ping=True))
+    wires[1].send(_of_size(100_000))
+    assert inbox.get(20.0) == ToDraft(ping=True) and inbox.get(20.0) == _of_size(100_000)
+    wires[1].flush(timedelta(seconds=20))
+    wires.clear()  # the far end's sockets close
+    for _ in range(2):
+        with pytest.raises(PeerGone):
+            inbox.get(20.0)
+
+
+def test_a_connection_outlives_the_time_that_was_given_to_make_it() -> None:
+    store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", store.port, 2, is_master=False)
+    with ThreadPoolExecutor(2) as pool:
+        here, there = pool.map(lambda end: Wire(*end), [(store, 0, timedelta(seconds=1)), (client, 1, timedelta(seconds=1))])
+    inbox = Inbox(here)
+    assert inbox.get(1.5) is None
+    there.send(ToDraft(ping=True))
+    assert inbox.get(20.0) == ToDraft(ping=True)

@@ -34,7 +34,7 @@ def test_a_node_sees_the_prefix_its_glue_slots_and_its_own_branch(prefix: int, g
 
 def _request(tokens: int, pending: int) -> DraftRequest:
     features = torch.zeros(pending, 4)
-    return DraftRequest("r", list(range(100, 100 + tokens)), Sampling(), (3, 5), features)
+    return DraftRequest("r", list(range(100, 100 + tokens)), Sampling(), (3, 5), 99, features)
 
 
 def test_pending_rows_embed_the_newest_tokens_one_position_before_their_own() -> None:

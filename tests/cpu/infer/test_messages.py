@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infer.kernels.sample import Sampling
-from infer.messages import VERSION, Admit, Answer, FromDraft, Outcome, ToDraft, pack, unpack
+from infer.messages import VERSION, Admit, Answer, FromDraft, Message, Outcome, Ready, ToDraft, pack, unpack
 from infer.request import Source
 
 H = 6
@@ -43,20 +43,25 @@ to_draft = st.builds(
     admits=st.lists(st.builds(Admit, ids, tokens, tensors(), counts, samplings, counts), max_size=3).map(tuple),
     outcomes=st.lists(st.builds(Outcome, ids, counts, counts, counts, tensors()), max_size=3).map(tuple),
     retires=st.lists(ids, max_size=3).map(tuple),
+    ping=st.booleans(),
     stop=st.booleans(),
 )
 from_draft = st.builds(
     FromDraft,
     answers=st.lists(st.builds(Answer, ids, counts, st.sampled_from(Source), tokens, st.none() | tensors(11)), max_size=4).map(tuple),
     busy_seconds=st.floats(0, 1e6),
+    requests=counts,
+    blocks=counts,
+    pong=st.booleans(),
 )
+ready = st.builds(Ready, counts, counts, counts, st.integers(1, 64), counts)
 
 
 def flat(message: object) -> object:
     """Comparable: tensors become their dtype, shape and bytes."""
     if isinstance(message, Tensor):
         return str(message.dtype), tuple(message.shape), message.contiguous().view(torch.uint8).tolist()
-    if isinstance(message, (ToDraft, FromDraft, Admit, Outcome, Answer)):
+    if isinstance(message, (ToDraft, FromDraft, Ready, Admit, Outcome, Answer)):
         return type(message).__name__, {name: flat(value) for name, value in vars(message).items()}
     if isinstance(message, tuple):
         return tuple(flat(part) for part in message)
@@ -64,8 +69,8 @@ def flat(message: object) -> object:
 
 
 @settings(max_examples=60, deadline=None)
-@given(to_draft | from_draft)
-def test_a_message_comes_out_as_it_went_in(message: ToDraft | FromDraft) -> None:
+@given(to_draft | from_draft | ready)
+def test_a_message_comes_out_as_it_went_in(message: Message) -> None:
     buffer = pack(message)
     assert flat(unpack(buffer)) == flat(message) == flat(unpack(memoryview(buffer)))
 

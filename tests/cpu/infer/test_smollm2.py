@@ -124,10 +124,10 @@ def test_speculation_changes_no_token(
 def test_a_killed_draft_process_changes_no_token(target: Target, plain: Any, prompts: list[list[int]], expected: list[list[int]]) -> None:
     with _engine(target, Mode.SSD, batch_size=2) as engine:
         requests = _answer(engine, prompts, kill_at=5)
-        assert not engine.draft_alive
+        assert engine.drafting.failures == 1
     for prompt, request, tokens in zip(prompts, requests, expected, strict=True):
         assert_same_answer(plain, prompt, request.new_tokens, tokens)
-    assert {Source.NONE} < {record.source for record in requests[0].rounds}, "it drafted before, and not after"
+    assert {Source.ALONE} < {record.source for record in requests[0].rounds}, "it drafted before, and not at once after"
 
 
 def test_no_shipped_prompt_is_in_the_corpus() -> None:

@@ -1,0 +1,282 @@
+"""The drafting side under faults, without a process: silence, late answers, death, restarts with pauses, and a drafter that holds on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import infer.drafting as drafting_module
+from infer.channel import PeerGone
+from infer.drafting import Drafting, DraftState
+from infer.kernels.accept import Verdict
+from infer.messages import Answer, FromDraft, Ready, ToDraft
+from infer.request import Request, SamplingParams, Source
+
+READY = Ready(pid=1, requests=3, tokens=200, block_size=10, scratch_tokens=15)
+
+
+class FakeChannel:
+    """Keeps what is sent. The test decides when answers come, and when the far end is gone."""
+
+    def __init__(self, ready: Ready | None = READY) -> None:
+        self.sent: list[ToDraft] = []
+        self.answers: deque[FromDraft] = deque()
+        self.starts: Ready | None = ready
+        self.gone = self.closed = self.killed = False
+
+    def ready(self) -> Ready | None:
+        self._check()
+        return self.starts
+
+    def send(self, message: ToDraft) -> None:
+        self._check()
+        self.sent.append(message)
+
+    def receive(self, timeout: float) -> FromDraft | None:
+        if self.answers:
+            return self.answers.popleft()
+        self._check()
+        CLOCK.now += timeout
+        return None
+
+    def close(self, kill: bool = False) -> None:
+        self.closed, self.killed = True, kill
+
+    def _check(self) -> None:
+        if self.gone:
+            raise PeerGone("gone")
+
+
+class Clock:
+    """Time that passes only where something waits."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    monkeypatch.setattr(drafting_module, "time", CLOCK)
+    yield CLOCK
+
+
+def _request(name: str, tokens: int = 5, most: int = 20) -> Request:
+    ids = list(range(tokens))
+    return Request(name, tuple(ids[:-1]), SamplingParams(), frozenset(), most, ids)
+
+
+def _features(request: Request) -> torch.Tensor:
+    return torch.zeros(len(request.tokens) - 1, 2)
+
+
+def _started(*channels: FakeChannel) -> Drafting:
+    """A drafting side whose starts give these channels, the first of them already started."""
+    left = list(channels)
+    drafting = Drafting(lambda: left.pop(0))
+    drafting.start()
+    return drafting
+
+
+def _answer(request: Request, round_: int | None = None) -> FromDraft:
+    return FromDraft((Answer(request.id, round_ or len(request.tokens), Source.HIT, (7,)),), 0.1)
+
+
+def _admitted(drafting: Drafting, *requests: Request) -> None:
+    for request in requests:
+        drafting.admit(request, _features(request))
+    drafting.send()
+
+
+def _advance(drafting: Drafting, request: Request) -> None:
+    """A verification that accepted nothing."""
+    request.commit([9])
+    drafting.report(request, Verdict(0, 9), torch.zeros(1, 2))
+    drafting.send()
+
+
+def test_a_round_is_named_by_its_tokens_and_other_answers_are_dropped() -> None:
+    channel = FakeChannel()
+    drafting, a = _started(channel), _request("a")
+    _admitted(drafting, a)
+    channel.answers.append(_answer(a))
+    assert [answer.tokens for answer in drafting.collect([a]).values()] == [(7,)]
+    _advance(drafting, a)
+    assert [outcome.round for outcome in channel.sent[-1].outcomes] == [5], "the round that is over started from 5 tokens"
+    channel.answers.append(_answer(a, 5))
+    assert drafting.collect([a]) == {}, "an answer for another round"
+    assert drafting.knows(a) and drafting.state is DraftState.SERVING
+
+
+def test_a_silent_drafter_delays_one_round_and_gets_its_requests_again_when_it_speaks() -> None:
+    channel = FakeChannel()
+    drafting, a = _started(channel), _request("a")
+    _admitted(drafting, a)
+    before = CLOCK.now
+    assert drafting.collect([a]) == {}
+    assert CLOCK.now - before == pytest.approx(drafting_module.PATIENCE) and drafting.state is DraftState.STALLED
+    assert not drafting.knows(a) and not drafting.accepts(a)
+    sent = len(channel.sent)
+    for _ in range(3):
+        assert drafting.collect([a]) == {}
+        drafting.send()
+    assert CLOCK.now - before == pytest.approx(drafting_module.PATIENCE), "the rounds after it wait for nothing"
+    assert len(channel.sent) == sent, "and pile nothing up before it"
+    channel.answers.append(_answer(a))
+    assert drafting.collect([a]) == {}, "the late answer is for a round that is over"
+    assert drafting.state is DraftState.SERVING and drafting.accepts(a)
+    _admitted(drafting, a)
+    assert channel.sent[-1].retires == ("a",) and [admit.request for admit in channel.sent[-1].admits] == ["a"]
+
+
+def test_one_that_stays_silent_is_killed_and_started_again() -> None:
+    first, second = FakeChannel(), FakeChannel(ready=None)
+    drafting, a = _started(first, second), _request("a")
+    _admitted(drafting, a)
+    drafting.collect([a])
+    CLOCK.now += drafting_module.GIVE_UP
+    drafting.collect([a])
+    assert first.killed and drafting.state is DraftState.GONE and drafting.pid is None
+    drafting.tend()
+    assert drafting.state is DraftState.GONE, "not at once"
+    CLOCK.now += drafting_module.FIRST_PAUSE
+    drafting.tend()
+    assert drafting.state is DraftState.STARTING and not drafting.accepts(a)
+    second.starts = READY
+    drafting.tend()
+    assert drafting.state is DraftState.SERVING and drafting.accepts(a)
+
+
+@pytest.mark.parametrize("where", ["send", "receive", "rest", "start"])
+def test_a_drafter_that_is_gone_is_noticed_wherever_it_is_met(where: str) -> None:
+    channel, again = FakeChannel(), FakeChannel()
+    drafting, a = _started(channel, again), _request("a")
+    if where == "receive":
+        _admitted(drafting, a)
+    channel.gone = True
+    if where == "send":
+        _admitted(drafting, a)
+    elif where == "receive":
+        assert drafting.collect([a]) == {}
+    else:
+        drafting.rest()
+    assert drafting.state is DraftState.GONE and not drafting.knows(a)
+    CLOCK.now += drafting_module.FIRST_PAUSE
+    if where == "start":
+        again.gone = True
+        drafting.tend()
+        assert drafting.state is DraftState.GONE and again.killed
+    else:
+        drafting.tend()
+        assert drafting.state is DraftState.SERVING
+
+
+def test_pauses_double_with_each_failure_and_start_over_after_a_stable_time() -> None:
+    channels = [FakeChannel() for _ in range(12)]
+    drafting, pauses = _started(*channels), []
+    for channel in channels[:9]:
+        channel.gone = True
+        drafting.rest()
+        gone = CLOCK.now
+        while drafting.state is DraftState.GONE:
+            CLOCK.now += 0.5
+            drafting.tend()
+        pauses.append(CLOCK.now - gone)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    CLOCK.now += drafting_module.STABLE + 1
+    channels[9].gone = True
+    drafting.rest()
+    CLOCK.now += 1
+    drafting.tend()
+    assert drafting.state is DraftState.SERVING
+
+
+def test_an_idle_drafter_is_asked_and_a_stopped_one_noticed() -> None:
+    channel = FakeChannel()
+    drafting = _started(channel)
+    drafting.rest()
+    drafting.rest()
+    assert [message.ping for message in channel.sent] == [True], "one at a time"
+    channel.answers.append(FromDraft((), 0.0, pong=True))
+    drafting.rest()
+    assert len(channel.sent) == 2
+    CLOCK.now += drafting_module.GIVE_UP + 1
+    drafting.rest()
+    assert channel.killed and drafting.state is DraftState.GONE
+
+
+def test_an_idle_drafter_that_holds_something_is_replaced() -> None:
+    channel = FakeChannel()
+    drafting = _started(channel)
+    drafting.rest()
+    channel.answers.append(FromDraft((), 0.0, requests=1, blocks=3, pong=True))
+    drafting.rest()
+    assert channel.killed and drafting.state is DraftState.GONE
+
+
+def test_the_drafters_own_limits_are_kept() -> None:
+    """Three requests at most, and 200 tokens: one of 20 takes 40, whole blocks of 10 with 15 for the drafting."""
+    drafting = _started(FakeChannel())
+    many = [_request(name) for name in "abcd"]
+    assert READY.request_tokens(20) == 40
+    for request in many[:3]:
+        assert drafting.accepts(request)
+        drafting.admit(request, _features(request))
+    assert not drafting.accepts(many[3]), "places"
+    drafting.retire("a")
+    assert drafting.accepts(many[3]) and drafting.accepts(_request("e", most=105)) and not drafting.accepts(_request("e", most=106)), (
+        "memory"
+    )
+
+
+def test_a_request_that_ends_before_it_was_sent_needs_no_farewell() -> None:
+    channel = FakeChannel()
+    drafting, a, b = _started(channel), _request("a"), _request("b")
+    drafting.admit(a, _features(a))
+    drafting.admit(b, _features(b))
+    drafting.retire("a")
+    drafting.send()
+    assert [admit.request for admit in channel.sent[0].admits] == ["b"] and channel.sent[0].retires == ()
+    drafting.retire("b")
+    drafting.retire("never known")
+    drafting.send()
+    assert channel.sent[1].retires == ("b",) and not channel.sent[1].is_answered, "the last one is told at once: nothing else will be sent"
+
+
+def test_a_farewell_waits_for_the_next_message_while_others_run() -> None:
+    channel = FakeChannel()
+    drafting, a, b = _started(channel), _request("a"), _request("b")
+    _admitted(drafting, a, b)
+    drafting.retire("a")
+    drafting.send()
+    assert len(channel.sent) == 1
+    channel.answers.append(_answer(b))
+    drafting.collect([b])
+    _advance(drafting, b)
+    assert channel.sent[1].retires == ("a",) and len(channel.sent[1].outcomes) == 1
+
+
+def test_without_a_drafter_nothing_is_known_and_nothing_waits() -> None:
+    drafting, a = Drafting(None), _request("a")
+    drafting.tend()
+    drafting.rest()
+    drafting.send()
+    assert drafting.collect([a]) == {} and not drafting.accepts(a) and drafting.state is DraftState.NONE
+    drafting.close()
+
+
+def test_a_closed_side_stays_closed() -> None:
+    channel = FakeChannel()
+    drafting = _started(channel)
+    drafting.close()
+    drafting.tend()
+    assert channel.closed and not channel.killed and drafting.state is DraftState.NONE
