@@ -24,6 +24,8 @@ from train.objective import Objective
 from train.spread import check_finite, drafter_of
 from train.state import MOMENTS, TrainingState
 
+KEEP_ALL = 10**12  # parameters
+
 
 def configure(accelerator: Accelerator, rows_per_forward: int, clip_norm: float) -> None:
     """Write what the recipe decides into DeepSpeed's configuration, and refuse what would contradict it."""
@@ -38,6 +40,8 @@ def configure(accelerator: Accelerator, rows_per_forward: int, clip_norm: float)
         device = config["zero_optimization"].get(part, {}).get("device") or "none"
         if device != "none":
             raise UserError(f"DeepSpeed's {part}.device = {device!r} is not supported: sharded, a drafter fits the devices; use none")
+    if config["zero_optimization"]["stage"] == 3:  # every depth uses all weights: keep what was gathered, do not fetch it for each
+        config["zero_optimization"].update(stage3_max_live_parameters=KEEP_ALL, stage3_max_reuse_distance=KEEP_ALL)
     config.update(
         train_micro_batch_size_per_gpu=rows_per_forward,
         gradient_accumulation_steps=1,

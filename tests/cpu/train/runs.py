@@ -19,7 +19,8 @@ from train.loop import train
 from train.prepare import prepare
 from train.state import read_state, states
 
-ENTRY = Path(__file__).parents[3] / "train" / "eagle3_selfcond.py"
+ROOT = Path(__file__).parents[3]
+ENTRY = ROOT / "train" / "eagle3_selfcond.py"
 
 
 def make_place(directory: Path) -> Path:
