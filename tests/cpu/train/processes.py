@@ -15,20 +15,24 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
 
-os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed is imported
-
-import deepspeed  # noqa: F401  # this and the next lines are for the processes that are forked
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
-
 from drafters.errors import run_command
 from tests.cpu.train.runs import ROOT, command, recipe
-from train import eagle3_selfcond, loop, prepare, zero  # noqa: F401
+from train import eagle3_selfcond
 
 CONFIGS = ROOT / "recipes" / "accelerate"
+PRELOADED = [  # what takes long to import
+    "tests.cpu.train.processes",
+    "train.loop",
+    "train.prepare",
+    "train.zero",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "deepspeed.runtime.zero.muon.original_muon",
+]
 PATIENCE = 200.0  # seconds
 
 
@@ -46,7 +50,8 @@ def launched(place: Path, output: str, config: str, processes: int, **changes: A
 def forked(place: Path, output: str, config: str, processes: int, **changes: Any) -> Path:
     """Train in processes with the environment that `accelerate launch` would give them. Returns the run's directory."""
     context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(PRELOADED)
+    os.environ["DS_ACCELERATOR"] = "cpu"
     environment = accelerate_environment(config, processes)
     arguments = ["--config", written(place, output, **changes), "--debug"]
     children = [context.Process(target=one_process, args=(rank, environment, arguments)) for rank in range(processes)]
