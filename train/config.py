@@ -56,6 +56,7 @@ class ServingSettings(Settings):
 
     lookahead: PositiveInt = Field(default=5, description="K, the tokens of a speculation")
     fan_out: PositiveInt = Field(default=4, description="F, the bonus tokens prepared for each k: about budget / (K + 1)")
+    refresh: NonNegativeInt = Field(default=0, description="passes that make the first in-flight slots exact again")
 
 
 class LossSettings(Settings):
@@ -73,11 +74,16 @@ class LossSettings(Settings):
 
 
 class Stage(Settings):
-    """A part of the curriculum: so many optimizer steps at one unroll depth."""
+    """A part of the curriculum: so many optimizer steps at one unroll depth.
+
+    With `replay` an anchor trains one round of serving instead of one unroll: the glue pass over K slots and K steps of one branch, at a
+    shift and a fork drawn as often as serving visits them. Shifts go up to depth - 2 K, K = loss.serving.lookahead.
+    """
 
     steps: PositiveInt
     depth: NonNegativeInt = Field(description="deepest drafter step; depth 0 is the step with true features")
     anchors_per_row: PositiveInt | None = Field(default=None, description="anchors sampled for depths >= 1; null takes all")
+    replay: bool = False
 
 
 class BatchSettings(Settings):
@@ -137,6 +143,19 @@ class TrainSettings(Settings):
     def _loss_is_not_empty(self) -> TrainSettings:
         if not self.loss.kl and not self.loss.acceptance:
             raise ValueError("loss.kl and loss.acceptance are both 0: nothing would be trained; set one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _replay_has_room(self) -> TrainSettings:
+        lookahead = self.loss.serving.lookahead
+        for stage in self.curriculum:
+            if stage.replay and stage.depth <= 2 * lookahead:
+                raise ValueError(
+                    f"a curriculum stage with replay has depth {stage.depth}; take 2 * loss.serving.lookahead + 1 = {2 * lookahead + 1} "
+                    "or more, so that there is a round after a hit to replay"
+                )
+            if stage.replay and self.loss.window is not None:
+                raise ValueError(f"loss.window = {self.loss.window} approximates what a stage with replay does exactly; leave one out")
         return self
 
     @property

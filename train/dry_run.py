@@ -20,7 +20,7 @@ from train.config import Stage, TrainSettings
 from train.features import store_bytes
 from train.gpus import USABLE, Gpu, gpu_named
 from train.memory import SLACK, Part, Place, Sharding, memory, moved_bytes, peak
-from train.plan import Forward, Product, flops, forwards, parameters, products
+from train.plan import Forward, Product, flops, forwards, parameters, products, replayed
 from train.prepare import split
 from train.sizes import TargetSize, drafter_config, target_size
 from train.throughput import measured_seconds
@@ -132,7 +132,7 @@ def stage_cost(
     parts = memory(config, largest, _place(settings, launch, target), settings.loss.recompute)
     seconds = work / (launch.ranks * device.flops * launch.share)
     if launch.device != "cpu":
-        steps = sum((forward.depth + 1) * config.num_hidden_layers for forward in done) / number / launch.ranks
+        steps = sum(forward.passes * config.num_hidden_layers for forward in done) / number / launch.ranks
         seconds = max(seconds, steps * LAUNCHES)
     return Cost(stage, sum(sum(forward.predictions) for forward in done) / number, work, seconds, parts)
 
@@ -142,7 +142,9 @@ def stage_forwards(settings: TrainSettings, stage: Stage, turns: list[list[int]]
     together = min(settings.batch.rows_per_forward, settings.batch.rows_per_step // ranks)
     enough = turns * together if len(turns) < together else turns
     full = enough[: len(enough) - len(enough) % together]
-    return forwards(full, settings.data.row_length, stage.depth, stage.anchors_per_row, together)
+    done = forwards(full, settings.data.row_length, stage.depth, stage.anchors_per_row, together)
+    serving = settings.loss.serving
+    return [replayed(forward, serving.lookahead, serving.refresh, stage.depth) for forward in done] if stage.replay else done
 
 
 def this_cpu() -> Gpu:

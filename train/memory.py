@@ -77,15 +77,20 @@ def saved_bytes(config: DrafterConfig, forward: Forward, recompute: bool) -> dic
     """What the forward pass keeps for the backward pass; with `recompute` one step's activations, and the edges of the others."""
     hidden, slots, anchors = config.hidden_size, forward.rows * forward.length, forward.rows * forward.anchors
     first = _layers(config, slots) + _row_attention(config, forward)
-    deeper = [_layers(config, anchors) + _anchor_attention(config, forward, own) for own in range(1, forward.depth + 1)]
+    own_keys, deeper = range(1, forward.depth + 1), []
+    if forward.replay:
+        glue = forward._replace(anchors=forward.anchors * forward.replay.lookahead)
+        one = _layers(config, forward.rows * glue.anchors) + _anchor_attention(config, glue, forward.replay.lookahead)
+        deeper = [one] * (1 + forward.replay.refresh)
+        own_keys = range(forward.replay.lookahead + 1, 2 * forward.replay.lookahead + 1)
+    deeper += [_layers(config, anchors) + _anchor_attention(config, forward, own) for own in own_keys]
     edges = (4 + 2) * hidden + 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # inputs, and the step's keys
     if recompute:
         most = max([first, *deeper])
-        steps = {"one step, computed again": most, "edges of the steps": edges * (slots + anchors * forward.depth)}
+        steps = {"one step, computed again": most, "edges of the steps": edges * (slots + anchors * (forward.passes - 1))}
     else:
         steps = {"first step": first, "deeper steps": float(sum(deeper))}
-    heads = sum(number > 0 for number in forward.predictions) * 4 * config.draft_vocab_size * hidden
-    return {**steps, "head": heads + sum(forward.predictions) * (2 + 2) * hidden}
+    return {**steps, "head": 4 * config.draft_vocab_size * hidden + sum(forward.predictions) * (2 + 2) * hidden}
 
 
 def _layers(config: DrafterConfig, tokens: int) -> float:

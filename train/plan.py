@@ -1,6 +1,6 @@
 """What a training run takes, worked out from shapes before anything is loaded: parameters, FLOPs, bytes, disk, hours. Torch-free.
 
-A *forward* below is one micro-batch in one process: B rows of T tokens, the first drafter step at every slot, D deeper steps at A anchors
+A *forward* below is one micro-batch in one process: B rows of T tokens, the first drafter step at every slot, deeper steps at A anchors
 of a row. Matrix products are counted as the code asks for them, masked keys included; recomputation is not work and is not counted.
 
 Letters: H drafter's hidden size, Ht target's, I intermediate, N query heads, M key-value heads, D head dimension, V vocabulary, Vd draft's.
@@ -30,6 +30,14 @@ class Product(NamedTuple):
         return 2 * self.m * self.k * self.n * self.batch * self.calls
 
 
+class Replayed(NamedTuple):
+    """A replayed round: glue over K slots, 1 + refresh times, and K steps of a branch, after `stale` steps without a gradient."""
+
+    lookahead: int
+    stale: int
+    refresh: int
+
+
 class Forward(NamedTuple):
     """The sizes of one micro-batch: `predictions` are those supervised at depths 0..depth, `teacher` the positions with a teacher."""
 
@@ -38,11 +46,17 @@ class Forward(NamedTuple):
     anchors: int
     predictions: tuple[int, ...]
     teacher: int
+    replay: Replayed | None = None
 
     @property
     def depth(self) -> int:
-        """The deepest step."""
+        """The deepest step of an unroll."""
         return len(self.predictions) - 1
+
+    @property
+    def passes(self) -> int:
+        """Drafter steps one after another, step 0 included."""
+        return 1 + self.depth if self.replay is None else 2 + sum(self.replay)
 
 
 class Parameters(NamedTuple):
@@ -76,8 +90,13 @@ def products(config: DrafterConfig, forward: Forward) -> list[Product]:
     fuse = Product("fuse", slots, 3 * config.target_hidden_size, config.hidden_size)
     done = [fuse, _weight_gradient(fuse)]  # features are given: nothing flows back into them
     trained = _layer_products(config, slots, 1) + _row_attention(config, forward)
-    if forward.depth:
-        trained += _layer_products(config, forward.rows * forward.anchors, forward.depth) + _anchor_attention(config, forward)
+    if forward.replay:
+        lookahead, stale, refresh = forward.replay
+        done += _steps(config, forward, 1, range(1, stale + 1))
+        trained += _steps(config, forward, lookahead, [lookahead] * (1 + refresh))
+        trained += _steps(config, forward, 1, range(lookahead + 1, 2 * lookahead + 1))
+    else:
+        trained += _steps(config, forward, 1, range(1, forward.depth + 1))
     trained += [Product("head", number, config.hidden_size, config.draft_vocab_size) for number in forward.predictions if number]
     teacher = Product("teacher", forward.teacher, config.target_hidden_size, config.draft_vocab_size)
     return [*done, teacher, *trained, *(back for product in trained for back in (_input_gradient(product), _weight_gradient(product)))]
@@ -108,19 +127,29 @@ def _row_attention(config: DrafterConfig, forward: Forward) -> list[Product]:
     return [Product("scores", length, dim, length, batch, calls), Product("mixing", length, length, dim, batch, calls)]
 
 
-def _anchor_attention(config: DrafterConfig, forward: Forward) -> list[Product]:
-    """The deeper steps: the anchors against the first step's keys of their row, and each against its own d keys."""
+def _steps(config: DrafterConfig, forward: Forward, queries: int, own_keys: Sequence[int]) -> list[Product]:
+    """Steps at the anchors, `queries` slots of each at once, against the step-0 keys of their row and so many own keys of the anchor."""
     groups, dim, layers = config.num_key_value_heads, config.head_dim, config.num_hidden_layers
-    shared = config.num_attention_heads // groups
-    batch, queries, calls = forward.rows * groups, shared * forward.anchors, forward.depth * layers
-    parts = [
-        Product("scores", queries, dim, forward.length, batch, calls),
-        Product("mixing", queries, forward.length, dim, batch, calls),
+    shared = config.num_attention_heads // groups * queries
+    batch, calls = forward.rows * groups, len(own_keys) * layers
+    if not calls:
+        return []
+    parts = _layer_products(config, forward.rows * forward.anchors * queries, len(own_keys))
+    parts += [
+        Product("scores", shared * forward.anchors, dim, forward.length, batch, calls),
+        Product("mixing", shared * forward.anchors, forward.length, dim, batch, calls),
     ]
-    for own in range(1, forward.depth + 1):
+    for own in own_keys:
         each = forward.rows * groups * forward.anchors
         parts += [Product("own scores", shared, dim, own, each, layers), Product("own mixing", shared, own, dim, each, layers)]
     return parts
+
+
+def replayed(forward: Forward, lookahead: int, refresh: int, depth: int) -> Forward:
+    """The same anchors, each replaying a round at the largest shift, depth - 2 K, with all of its 2 K predictions: the most it can take."""
+    number = forward.rows * forward.anchors * lookahead
+    round_at_most = Replayed(lookahead, depth - lookahead - 1, refresh)
+    return forward._replace(predictions=(forward.predictions[0], number, number), replay=round_at_most)
 
 
 def predictions(turns: Sequence[int], depth: int) -> int:

@@ -10,16 +10,16 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from train.config import Stage, TrainSettings
+from train.config import LossSettings, Stage, TrainSettings
 from train.features import Features
-from train.losses import loss_scales
+from train.losses import loss_scales, pooled_scales
 from train.objective import Anchors, Counts, Scales, choose_anchors, count, step_counts, step_values
-from train.plan import Forward
+from train.plan import Forward, Replayed
 from train.prepare import Prepared
 from train.run import Run
 from train.schedule import learning_rate, rows_of_step, step_seed
 from train.state import Progress
-from train.visits import Tally, depth_weights, remember
+from train.visits import DepthWeights, Tally, depth_weights, remember, serving_visits
 
 
 class StepResult(NamedTuple):
@@ -39,15 +39,15 @@ def train_step(run: Run, progress: Progress, interrupted: bool, out_of_time: boo
     started = time.monotonic()
     settings, accelerator, step = run.settings, run.accelerator, progress.step
     stage = settings.stage_at(step)
-    batches = step_batches(settings, run.prepared, stage, step, accelerator)
+    batches = step_batches(settings, run.prepared, progress, accelerator)
     counts = [count(batch.features, batch.anchors, stage.depth) for batch in batches]
     asked = torch.tensor([interrupted, out_of_time], dtype=torch.float64, device=accelerator.device)
-    local = torch.cat((sum_of([c.all for c in counts]), sum_of([c.sampled for c in counts]), asked))
-    reduced: Any = accelerator.reduce(local, "sum")
-    there_are, computed = reduced[:-2].view(2, -1).tolist()
+    reduced: Any = accelerator.reduce(torch.cat((*(sum_of(numbers) for numbers in zip(*counts, strict=True)), asked)), "sum")
+    total = Counts(*reduced[:-2].view(3, -1))
+    computed = total.sampled.tolist()
     weights = depth_weights(settings.loss, stage.depth, progress.tally)
     average = accelerator.num_processes  # the gradients of the processes are averaged, and should be summed
-    scales = Scales(*([average * scale for scale in loss_scales(w, there_are, computed)] for w in weights))
+    scales = Scales(*([average * scale for scale in each] for each in scales_of(settings.loss, stage, weights, total)))
     torch.manual_seed(step_seed(settings.seed, step, accelerator.process_index))
     losses, sums = [], []
     for number, batch in enumerate(batches):
@@ -74,6 +74,15 @@ def train_step(run: Run, progress: Progress, interrupted: bool, out_of_time: boo
     return StepResult(values, tally, bool(reduced[-2] > 0), bool(reduced[-1] > 0))
 
 
+def scales_of(settings: LossSettings, stage: Stage, weights: DepthWeights, total: Counts) -> Scales:
+    """What multiplies the loss sums of each depth, given the counts over all processes."""
+    there_are, *computed = (numbers.tolist() for numbers in total)
+    if not stage.replay:
+        return Scales(*(loss_scales(w, there_are, number) for w, number in zip(weights, computed, strict=True)))
+    tilts = [w if settings.depth_weights == "decay" else [1.0] * len(w) for w in weights]  # sampled as visited: no need of a weight
+    return Scales(*(pooled_scales(w, tilt, there_are, number) for w, tilt, number in zip(weights, tilts, computed, strict=True)))
+
+
 class MicroBatch(NamedTuple):
     """What one forward reads."""
 
@@ -81,8 +90,11 @@ class MicroBatch(NamedTuple):
     anchors: Anchors
 
 
-def step_batches(settings: TrainSettings, prepared: Prepared, stage: Stage, step: int, accelerator: Accelerator) -> list[MicroBatch]:
+def step_batches(settings: TrainSettings, prepared: Prepared, progress: Progress, accelerator: Accelerator) -> list[MicroBatch]:
     """This process's part of the rows of one step, with anchors. A row's anchors depend on its place in the step alone."""
+    step, stage = progress.step, settings.stage_at(progress.step)
+    deepest_shift = stage.depth - 2 * settings.loss.serving.lookahead
+    serving = serving_visits(settings.loss, deepest_shift, progress.tally) if stage.replay else None
     rows = rows_of_step(step, settings.batch.rows_per_step, len(prepared.training), settings.seed)
     places = range(accelerator.process_index, len(rows), accelerator.num_processes)
     result = []
@@ -90,7 +102,7 @@ def step_batches(settings: TrainSettings, prepared: Prepared, stage: Stage, step
         mine = places[first : first + settings.batch.rows_per_forward]
         features = Features(*(x.to(accelerator.device) for x in prepared.training.batch([rows[place] for place in mine])))
         keys = [f"{settings.seed} {step} {place}" for place in mine]
-        result.append(MicroBatch(features, choose_anchors(features, stage.anchors_per_row, keys)))
+        result.append(MicroBatch(features, choose_anchors(features, stage.anchors_per_row, keys, serving)))
     return result
 
 
@@ -98,7 +110,10 @@ def forward_of(batch: MicroBatch, counts: Counts) -> Forward:
     """The sizes of a micro-batch's work."""
     rows, length = batch.features.token_ids.shape
     teacher = int((batch.features.turn_ids[:, 1:] > 0).sum())
-    return Forward(rows, length, batch.anchors.places.shape[1], tuple(int(number) for number in counts.sampled.tolist()), teacher)
+    rounds = batch.anchors.rounds
+    replay = Replayed(rounds.lookahead, int(rounds.shifts.max()) + rounds.lookahead - 1, rounds.refresh) if rounds else None
+    predictions = tuple(int(number) for number in counts.sampled.tolist())
+    return Forward(rows, length, batch.anchors.places.shape[1], predictions, teacher, replay)
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,14 +1,15 @@
-"""The self-conditioned unroll of `training.md` §2, by the diagonal trick: step 0 over whole rows, deeper steps at anchors.
+"""The self-conditioned unroll and the glue replay of `training.md` §2, by the diagonal trick: step 0 over whole rows, the rest at anchors.
 
 Step d at anchor p reads the embedding of token p+1+d and the output of step d-1, sits at rotary position p+d, and sees the step-0 keys
 of slots <= p of its document and its own keys of steps 1..d. Each decoder layer keeps its own step-0 keys and diagonals.
 
-Shapes: B rows, T positions, A anchors of a row, H hidden, N query heads, M key-value heads, G = N / M, D head dimension, I diagonals.
+Shapes: B rows, T positions, A anchors of a row, Q queries of an anchor, S = A Q, H hidden, N query heads, M key-value heads, G = N / M,
+D head dimension, I own keys of an anchor, K tokens of a speculation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,13 @@ class Keys(NamedTuple):
 StepKeys = tuple[Keys, ...]  # one entry for each decoder layer
 
 
+class FirstStep(NamedTuple):
+    """Step 0 at every slot: outputs [B, T, H], and the keys that everything later sees."""
+
+    hidden: Tensor
+    keys: StepKeys
+
+
 def unroll(
     drafter: Eagle3Drafter,
     rows: Rows,
@@ -54,31 +62,111 @@ def unroll(
     `recompute` trades time for memory: each step's activations are computed again in the backward pass.
     Outputs of steps that would leave the row are meaningless; `losses.supervised` leaves them out.
     """
-    length = rows.token_ids.shape[1]
+    first = first_step(drafter, rows, features_BTH, recompute)
+    yield first.hidden
+    yield from deeper_steps(drafter, rows, first, anchors_BA, depth, window, recompute)
 
-    def embeds(slots: Tensor) -> Tensor:
-        ahead = (slots + EMBED_AHEAD).clamp(max=length - 1)
-        return drafter.embed(rows.token_ids.gather(1, ahead))
 
-    def run(*args: object) -> tuple[Tensor, StepKeys]:
-        return checkpoint(_step, *args, use_reentrant=False) if recompute else _step(*args)  # type: ignore[return-value, arg-type]
+def first_step(drafter: Eagle3Drafter, rows: Rows, features_BTH: Tensor, recompute: bool = False) -> FirstStep:
+    """Step 0, with true features, at every slot."""
+    every_slot = torch.arange(rows.token_ids.shape[1], device=features_BTH.device).expand(rows.token_ids.shape)
+    sight = Sight(_visible(rows.document_ids, every_slot, every_slot), None)
+    return FirstStep(*_runner(recompute)(drafter, _embed(drafter, rows, every_slot), features_BTH, rows.positions, sight, (), ()))
 
-    every_slot = torch.arange(length, device=anchors_BA.device).expand(rows.token_ids.shape)
-    causal = _visible(rows.document_ids, every_slot, every_slot)
-    hidden, prefix = run(drafter, embeds(every_slot), features_BTH, rows.positions, causal, (), ())
-    yield hidden
-    if depth == 0:
-        return
-    hidden = hidden.gather(1, anchors_BA[..., None].expand(-1, -1, hidden.shape[-1]))
+
+def deeper_steps(
+    drafter: Eagle3Drafter,
+    rows: Rows,
+    first: FirstStep,
+    anchors_BA: Tensor,
+    depth: int,
+    window: int | None = None,
+    recompute: bool = False,
+) -> Iterator[Tensor]:
+    """Yield the outputs [B, A, H] of steps 1..depth (`unroll`)."""
+    run = _runner(recompute)
+    hidden = _at(first.hidden, anchors_BA)
     first_positions = rows.positions.gather(1, anchors_BA)
     own: tuple[StepKeys, ...] = ()
     for d in range(1, depth + 1):
         reach = 0 if window is None else max(0, d - window)
-        visible = _visible(rows.document_ids, anchors_BA, anchors_BA + reach)
+        sight = Sight(_visible(rows.document_ids, anchors_BA, anchors_BA + reach), None)
         recent = own if window is None else own[len(own) - min(len(own), window - 1) :]
-        hidden, keys = run(drafter, embeds(anchors_BA + d), hidden, first_positions + d, visible, prefix, recent)
+        hidden, keys = run(drafter, _embed(drafter, rows, anchors_BA + d), hidden, first_positions + d, sight, first.keys, recent)
         own = (*own, keys)
         yield hidden
+
+
+class Replay(NamedTuple):
+    """Outputs of a replayed round: of slots p..p+K, [B, A, K+1, H], and of the K steps of one branch, [B, A, K, H]."""
+
+    glue: Tensor
+    branch: Tensor
+
+
+def glue_replay(
+    drafter: Eagle3Drafter,
+    rows: Rows,
+    first: FirstStep,
+    anchors_BA: Tensor,
+    stale_BAKH: Tensor,
+    forks_BA: Tensor,
+    refresh: int = 0,
+    recompute: bool = False,
+) -> Replay:
+    """A round of serving whose newest slot with a true feature is the anchor p: the glue pass, and a branch from fork k in 0..K.
+
+    Glue slot p+j, j = 1..K, has the feature `stale[j-1]` that an earlier round computed, and sees the step-0 keys <= p and glue slots
+    1..j. Branch step m = 1..K stands for slot p+k+m, starts from the output of slot p+k, and sees the step-0 keys <= p, glue slots
+    1..k and its own steps. Each refresh repeats the glue pass, fed with what the slots before gave in the pass before. Upper layers' keys
+    are those of the last glue pass, as in serving (`ssd.md` §5).
+
+    The features of the next round, after a hit at k, are `branch` at anchor p+k+1: several hits in a row are replayed one by one.
+    """
+    batch, anchors, lookahead, _ = stale_BAKH.shape
+    run, device = _runner(recompute), anchors_BA.device
+    first_positions = rows.positions.gather(1, anchors_BA)
+    visible = _visible(rows.document_ids, anchors_BA, anchors_BA)
+    ahead = torch.arange(1, lookahead + 1, device=device)
+    causal = torch.ones(lookahead, lookahead, dtype=torch.bool, device=device).tril()[None, None]
+    slots, positions = ((start[..., None] + ahead).flatten(1) for start in (anchors_BA, first_positions))
+    embeds, newest, features = _embed(drafter, rows, slots), _at(first.hidden, anchors_BA)[:, :, None], stale_BAKH
+    outputs, glue_keys = newest, ()
+    for _ in range(refresh + 1):
+        glue, glue_keys = run(drafter, embeds, features.flatten(1, 2), positions, Sight(visible, causal), first.keys, ())
+        outputs = torch.cat((newest, glue.view(batch, anchors, lookahead, -1)), dim=2)
+        features = outputs[:, :, :-1]
+    hidden = outputs.gather(2, forks_BA[..., None, None].expand(-1, -1, 1, outputs.shape[-1]))[:, :, 0]
+    own: tuple[StepKeys, ...] = (glue_keys,)
+    seen = (ahead <= forks_BA[..., None])[:, :, None]
+    branch = []
+    for m in range(1, lookahead + 1):
+        sight = Sight(visible, F.pad(seen, (0, m), value=True))
+        place = forks_BA + m
+        hidden, keys = run(drafter, _embed(drafter, rows, anchors_BA + place), hidden, first_positions + place, sight, first.keys, own)
+        own = (*own, keys)
+        branch.append(hidden)
+    return Replay(outputs, torch.stack(branch, dim=2))
+
+
+@torch.no_grad()
+def stale_features(drafter: Eagle3Drafter, rows: Rows, first: FirstStep, origins_BA: Tensor, shifts_BA: Tensor, lookahead: int) -> Tensor:
+    """What serving feeds glue slots 1..K at anchor origin + shift: outputs of steps shift .. shift+K-1 at the origin, [B, A, K, H].
+
+    Exact up to one hit after a miss (shift <= K+1); after more, serving saw newer keys on the way. Without a gradient: the rounds before
+    are over, as they are in serving, and the unroll's own losses train what they gave.
+    """
+    deepest = int(shifts_BA.max()) + lookahead - 1
+    steps = [_at(first.hidden, origins_BA), *deeper_steps(drafter, rows, first, origins_BA, deepest)]
+    index = shifts_BA[..., None] + torch.arange(lookahead, device=shifts_BA.device)
+    return torch.stack(steps, dim=2).gather(2, index[..., None].expand(-1, -1, -1, steps[0].shape[-1]))
+
+
+class Sight(NamedTuple):
+    """What queries see: step-0 slots, bool [B, A, T] (in step 0 A is T), and own keys, bool [.., .., Q, I]; None is all of them."""
+
+    slots: Tensor
+    own: Tensor | None
 
 
 def _visible(document_ids_BT: Tensor, anchors_BA: Tensor, last_BA: Tensor) -> Tensor:
@@ -89,24 +177,41 @@ def _visible(document_ids_BT: Tensor, anchors_BA: Tensor, last_BA: Tensor) -> Te
     return same & (slots_T <= last_BA[..., None])
 
 
+def _embed(drafter: Eagle3Drafter, rows: Rows, slots_BS: Tensor) -> Tensor:
+    ahead = (slots_BS + EMBED_AHEAD).clamp(max=rows.token_ids.shape[1] - 1)
+    return drafter.embed(rows.token_ids.gather(1, ahead))
+
+
+def _at(hidden_BTH: Tensor, slots_BA: Tensor) -> Tensor:
+    return hidden_BTH.gather(1, slots_BA[..., None].expand(-1, -1, hidden_BTH.shape[-1]))
+
+
+def _runner(recompute: bool) -> Callable[..., tuple[Tensor, StepKeys]]:
+    """`_step`, computed again in the backward pass where wanted. It must not see a list that grows later: keys go in as tuples."""
+
+    def run(*args: object) -> tuple[Tensor, StepKeys]:
+        return checkpoint(_step, *args, use_reentrant=False)  # type: ignore[return-value]
+
+    return run if recompute else _step
+
+
 def _step(
     drafter: Eagle3Drafter,
     embeds_BSH: Tensor,
     features_BSH: Tensor,
     positions_BS: Tensor,
-    visible_BST: Tensor,
+    sight: Sight,
     prefix: StepKeys,
     own: tuple[StepKeys, ...],
 ) -> tuple[Tensor, StepKeys]:
-    """One drafter step. Without `prefix` it is step 0 and sees its own keys under `visible`. Returns the step's keys, layer by layer."""
+    """One drafter step. Without `prefix` it is step 0 and sees its own keys. Returns the step's keys, layer by layer."""
     made: list[Keys] = []
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         made.append(Keys(key, value))
         if not prefix:
-            return _attend_rows(query, key, value, visible_BST)
-        diagonals = [step[layer] for step in own] + [made[layer]]
-        return attend_diagonals(query, prefix[layer], visible_BST, diagonals)
+            return _attend_rows(query, key, value, sight.slots)
+        return attend_own(query, prefix[layer], sight, [*(step[layer] for step in own), made[layer]])
 
     hidden = drafter(embeds_BSH, features_BSH, positions_BS, attend)
     return hidden, tuple(made)
@@ -117,20 +222,25 @@ def _attend_rows(query_BTND: Tensor, key_BTMD: Tensor, value_BTMD: Tensor, visib
     return F.scaled_dot_product_attention(query, key, value, attn_mask=visible_BTT[:, None], enable_gqa=True).transpose(1, 2)
 
 
-def attend_diagonals(query_BAND: Tensor, prefix: Keys, visible_BAT: Tensor, diagonals: list[Keys]) -> Tensor:
-    """Softmax over the visible step-0 keys [B, T, M, D] and the anchor's own keys, one [B, A, M, D] for each earlier step and this one.
+def attend_own(query_BSND: Tensor, prefix: Keys, sight: Sight, own: list[Keys]) -> Tensor:
+    """Softmax over the visible step-0 keys [B, T, M, D] and the anchor's own keys, [B, A x some, M, D] each.
 
-    Returns [B, A, N, D]. Each anchor meets only its own diagonals, so those scores are I numbers a query instead of a matrix.
+    Returns [B, S, N, D]. Each anchor meets only its own keys, so those scores are I numbers a query instead of a matrix.
     """
-    batch, anchors, heads, dim = query_BAND.shape
-    groups = prefix.key.shape[2]
-    query = query_BAND.view(batch, anchors, groups, -1, dim).permute(0, 2, 3, 1, 4) * dim**-0.5  # [B, M, G, A, D]
-    own_key, own_value = (torch.stack(parts, dim=3).transpose(1, 2) for parts in zip(*diagonals, strict=True))  # [B, M, A, I, D]
-    far = query.flatten(2, 3) @ prefix.key.permute(0, 2, 3, 1)  # [B, M, G A, T]
-    far = far.float().unflatten(2, (-1, anchors)).masked_fill(~visible_BAT[:, None, None], -torch.inf)
-    near = torch.einsum("bmgad,bmaid->bmgai", query, own_key).float()
+    batch, anchors, length = sight.slots.shape
+    groups, dim = prefix.key.shape[2:]
+    query = query_BSND.view(batch, anchors, -1, groups, query_BSND.shape[2] // groups, dim).permute(0, 3, 4, 1, 2, 5) * dim**-0.5
+    own_key, own_value = (
+        torch.cat([part.view(batch, anchors, -1, groups, dim) for part in parts], dim=2).permute(0, 3, 1, 2, 4)  # [B, M, A, I, D]
+        for parts in zip(*own, strict=True)
+    )
+    shape = query.shape[2:-1]  # G, A, Q
+    far = query.flatten(2, 4) @ prefix.key.permute(0, 2, 3, 1)  # [B, M, G A Q, T]
+    far = far.float().unflatten(2, shape).masked_fill(~sight.slots[:, None, None, :, None], -torch.inf)
+    near = torch.einsum("bmgaqd,bmaid->bmgaqi", query, own_key).float()
+    if sight.own is not None:
+        near = near.masked_fill(~sight.own[:, None, None], -torch.inf)
     weights = torch.cat((far, near), dim=-1).softmax(-1).to(prefix.value.dtype)
-    length = visible_BAT.shape[-1]
-    mixed = (weights[..., :length].flatten(2, 3) @ prefix.value.permute(0, 2, 1, 3)).unflatten(2, (-1, anchors))
-    mixed = mixed + torch.einsum("bmgai,bmaid->bmgad", weights[..., length:], own_value)
-    return mixed.permute(0, 3, 1, 2, 4).reshape(batch, anchors, heads, dim)
+    mixed = (weights[..., :length].flatten(2, 4) @ prefix.value.permute(0, 2, 1, 3)).unflatten(2, shape)
+    mixed = mixed + torch.einsum("bmgaqi,bmaid->bmgaqd", weights[..., length:], own_value)
+    return mixed.permute(0, 3, 4, 1, 2, 5).reshape(query_BSND.shape)

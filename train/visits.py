@@ -1,7 +1,7 @@
 """How often serving visits each drafter depth, from the drafter's own figures and the staleness recursion of `ssd.md` §5. Torch-free.
 
 A speculation is known by its shift s: its token m = 1..K was drafted at depth s+m-1 (s = 0 after a miss). With k of them accepted, the
-outcome is looked for at depth D(k) = s+k (D(0) = 0), and a hit serves the next speculation at shift D(k)+1.
+outcome is looked for at depth D(k) = s+k, or k where a true feature or a refresh pass reaches (D(0) = 0); a hit serves shift D(k)+1.
 
     K = 3: JIT drafts at depths 0 1 2; all accepted and hit: D = 3, the next one drafts at 4 5 6; 1 of it accepted and hit: D = 5, 6 7 8
 """
@@ -37,6 +37,7 @@ class Visits(NamedTuple):
     forks: list[float]
     shifts: list[float]  # share of the rounds that verify a speculation of shift 0, 1, ..
     reach: list[list[float]]  # reach[s][k]: P(at least k accepted | shift s), k = 0..K
+    refresh: int
 
 
 class DepthWeights(NamedTuple):
@@ -54,11 +55,15 @@ def depth_weights(settings: LossSettings, depth: int, tally: Tally) -> DepthWeig
     if settings.depth_weights != "visited":
         weights = [settings.gamma**d if settings.depth_weights == "decay" else 1.0 for d in range(depth + 1)]
         return DepthWeights(weights, weights)
-    lookahead = settings.serving.lookahead
-    max_shift = max(0, depth - lookahead)
-    seen = visits(rates(tally, max_shift + lookahead + 1), lookahead, max_shift)
+    seen = serving_visits(settings, max(0, depth - settings.serving.lookahead), tally)
     unit = (depth + 1) / sum(seen.drafts[: depth + 1])
     return DepthWeights(*([unit * value for value in values[: depth + 1]] for values in (seen.drafts, seen.forks)))
+
+
+def serving_visits(settings: LossSettings, max_shift: int, tally: Tally) -> Visits:
+    """What serving visits by the drafter's own figures."""
+    lookahead = settings.serving.lookahead
+    return visits(rates(tally, max_shift + lookahead + 1), lookahead, max_shift, settings.serving.refresh)
 
 
 def remember(tally: Tally, counts: Sequence[Sequence[float]]) -> Tally:
@@ -81,28 +86,33 @@ def rates(tally: Tally, depths: int) -> Rates:
     return Rates(*zip(*rows, strict=True))
 
 
-def visits(rates: Rates, lookahead: int, max_shift: int) -> Visits:
+def visits(rates: Rates, lookahead: int, max_shift: int, refresh: int = 0) -> Visits:
     """The long run of serving with K = `lookahead`; shifts beyond `max_shift` are cut to it. `rates` go to depth max_shift + K.
 
     Acceptances along a speculation are taken as independent.
     """
     reach = [_reach(rates, shift, lookahead) for shift in range(max_shift + 1)]
-    shifts = _long_run([_next_shift(rates, reach[shift], shift, lookahead, max_shift) for shift in range(max_shift + 1)])
+    shifts = _long_run([_next_shift(rates, reach[shift], shift, max_shift, refresh) for shift in range(max_shift + 1)])
     drafts, forks = [0.0] * (max_shift + lookahead + 1), [0.0] * (max_shift + lookahead + 1)
     for shift, share in enumerate(shifts):
         for k in range(lookahead):
             drafts[shift + k] += share
-            forks[shift + k if k else 0] += share * reach[shift][k]
-        drafts[shift + lookahead] += share * reach[shift][lookahead]
-    return Visits(drafts, forks, shifts, reach)
+            forks[fork_depth(shift, k, refresh)] += share * reach[shift][k]
+        drafts[fork_depth(shift, lookahead, refresh)] += share * reach[shift][lookahead]
+    return Visits(drafts, forks, shifts, reach, refresh)
 
 
-def _next_shift(rates: Rates, reach: Sequence[float], shift: int, lookahead: int, max_shift: int) -> list[float]:
+def fork_depth(shift: int, k: int, refresh: int = 0) -> int:
+    """D(k): drafter steps since a true feature at fork k of a round whose speculation has this shift."""
+    return k if k <= refresh else shift + k
+
+
+def _next_shift(rates: Rates, reach: Sequence[float], shift: int, max_shift: int, refresh: int) -> list[float]:
     """P(the next round's shift) after a round at `shift`."""
-    after = [0.0] * (max_shift + 1)
+    after, lookahead = [0.0] * (max_shift + 1), len(reach) - 1
     for k in range(lookahead + 1):
         outcome = reach[k] - (reach[k + 1] if k < lookahead else 0.0)
-        fork = shift + k if k else 0
+        fork = fork_depth(shift, k, refresh)
         hit = _hit(rates, fork, k == lookahead)
         after[min(fork + 1, max_shift)] += outcome * hit
         after[0] += outcome * (1 - hit)

@@ -21,7 +21,7 @@ from infer.kernels.sample import Sampling
 from infer.messages import Admit, Outcome, ToDraft
 from infer.request import Source
 from tests.tiny import save_tiny_drafter, save_tiny_target
-from train.unroll import Rows, unroll
+from train.unroll import Rows, first_step, glue_replay, stale_features, unroll
 
 K, BUDGET, PROMPT = 3, 12, 9
 
@@ -192,3 +192,45 @@ def test_hits_in_a_row_and_a_miss_after_them_match_the_plain_twin(target: Target
         _assert_close(current.features_KH, torch.stack(expected))
         worker.prepare()
         speculation = current
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4])
+@pytest.mark.parametrize(("forks", "refresh"), [((1, 2, K), 0), ((K, 1, 2), 0), ((2, 0, 1), 0), ((1, K, 2), 1)])
+@torch.no_grad()
+def test_after_hits_serving_is_the_training_replay(
+    target: Target, tmp_path: Path, layers: int, forks: tuple[int, int, int], refresh: int
+) -> None:
+    """Hits with forks[0] and forks[1] accepted: what each round drafts for its fork is what the replay of that round trains."""
+    loaded = _loaded(target, tmp_path, layers)
+    reference = _loaded(target, tmp_path, layers).model
+    features = _features()
+    worker = _worker(loaded, refresh)
+    path, speculation = _begin(worker, features)
+    origin = anchor = len(path) - 2
+    stale = None
+    for number, fork in enumerate(forks):
+        prepared = worker.requests["r"].prepared
+        assert prepared is not None
+        branch = prepared.branches.ks.index(fork)
+        round_number = len(path)
+        path = [*path, *speculation.tokens[:fork], prepared.branches.tokens[branch]]
+        sequence = torch.tensor([[*path, *prepared.tokens_BK[branch]]])
+        rows = Rows(sequence, torch.arange(sequence.shape[1])[None], torch.ones_like(sequence))
+        fused = torch.zeros(1, sequence.shape[1], features.shape[1])
+        fused[0, : anchor + 1] = features[: anchor + 1]
+        first, at = first_step(reference, rows, fused), torch.tensor([[anchor]])
+        if number < 2:  # the features are an unroll's: from the anchor itself, or, after one hit, from that of the round before
+            stale = stale_features(reference, rows, first, torch.tensor([[origin]]), at - origin, K)
+        assert stale is not None
+        replay = glue_replay(reference, rows, first, at, stale, torch.tensor([[fork]]), refresh)
+        _assert_close(prepared.features_KBH[:, branch], replay.branch[0, 0])
+        stale = replay.branch  # two hits: of the round before, as it was then
+
+        newest = features[anchor + 1 : anchor + fork + 2]
+        outcome = Outcome("r", round_number, fork, path[-1], newest)
+        assert worker.answer(ToDraft(outcomes=(outcome,))).answers[0].source is Source.HIT
+        worker.prepare()
+        anchor += fork + 1
+        in_flight = worker.requests["r"].in_flight
+        assert in_flight is not None
+        speculation = in_flight

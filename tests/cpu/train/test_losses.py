@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from train.losses import (
     CHUNK,
+    ROWS,
     Figures,
     Mix,
     Teacher,
@@ -23,6 +25,7 @@ from train.losses import (
     head_losses,
     kl,
     loss_scales,
+    pooled_scales,
     supervised,
     teacher_probabilities,
 )
@@ -169,6 +172,32 @@ def test_losses_stay_finite_where_the_drafter_is_certain() -> None:
         assert loss > 0.1
 
 
+class LargestTensor(TorchDispatchMode):
+    """Notes the most numbers that any operation's result holds."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for part in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(part, Tensor):
+                self.numbers = max(self.numbers, part.numel())
+        return result
+
+
+@pytest.mark.parametrize(("temperature", "at_once"), [(0, ROWS), (1, CHUNK)])
+def test_no_tensor_of_all_predictions_times_the_vocabulary_is_ever_made(temperature: int, at_once: int) -> None:
+    """Fault 9: the largest one is a chunk's, forward and backward, however many predictions there are."""
+    number, hidden_size, vocab = 20 * at_once, 4, 64
+    hidden, head = torch.randn(number, hidden_size).requires_grad_(), torch.randn(vocab, hidden_size).requires_grad_()
+    teacher = Teacher(torch.rand(10, vocab).softmax(-1), torch.zeros(10, dtype=torch.int64), torch.ones(10, dtype=torch.bool))
+    ones = torch.ones(number)
+    with LargestTensor() as largest:
+        losses = head_losses(hidden, head, teacher, torch.zeros(number, dtype=torch.int64), ones, ones, Mix(1.0, 1.0, temperature))
+        losses.loss.backward()
+    assert largest.numbers == max(at_once * vocab, number * len(Figures._fields)) < number * vocab / 8
+
+
 def test_teacher_keeps_the_mass_it_has() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(300, 8, generator=generator), torch.randn(20, 8, generator=generator)
@@ -211,3 +240,11 @@ def test_a_sample_of_anchors_stands_for_all() -> None:
     # 10 and 6 supervised predictions, of which 10 and 2 were computed: each of the 2 counts three times
     assert loss_scales([1.0, 0.5], [10, 6], [10, 2]) == pytest.approx([1 / 16, 0.5 * 3 / 16])
     assert loss_scales([1.0, 1.0], [4, 0], [4, 0]) == [0.25, 0.0]
+
+
+def test_replayed_depths_weigh_together_what_they_would_weigh_one_by_one() -> None:
+    scales = pooled_scales([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [10, 6, 6], [10, 3, 1])
+    assert scales == pytest.approx([1 / 22, 3 / 22, 3 / 22])
+    tilted = pooled_scales([1.0, 0.5, 0.25], [1.0, 0.5, 0.25], [10, 6, 6], [10, 3, 1])
+    assert tilted[1] == pytest.approx(2 * tilted[2]) and 3 * tilted[1] + tilted[2] == pytest.approx((0.5 * 6 + 0.25 * 6) / 22)
+    assert pooled_scales([1.0, 1.0], [1.0, 1.0], [4, 2], [4, 0]) == [pytest.approx(1 / 6), 0.0]

@@ -53,7 +53,8 @@ def test_what_autograd_keeps_is_what_is_planned(depth: int) -> None:
     objective = Objective(drafter, torch.randn(256, 64), torch.arange(256), LossSettings(), torch.bfloat16)
     batch, kept = features(), {}
     anchors = choose_anchors(batch, 40, ["a", "b"])
-    given = {tensor.untyped_storage().data_ptr() for tensor in (*batch, *anchors, *drafter.parameters(), *drafter.buffers())}
+    inputs = (*batch, anchors.places, anchors.valid, *drafter.parameters(), *drafter.buffers())
+    given = {tensor.untyped_storage().data_ptr() for tensor in inputs}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

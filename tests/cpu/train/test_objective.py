@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,14 +11,16 @@ from torch import Tensor
 
 from tests.cpu.train import small
 from tests.cpu.train.small import DRAFT_VOCAB, HIDDEN, TWO_ROWS, VOCAB, small_drafter
-from train.config import LossSettings
+from train.config import LossSettings, Stage
 from train.features import Features
 from train.losses import Figures, acceptance, bonus_greedy, kl, loss_scales, supervised, teacher_probabilities
-from train.objective import Anchors, Objective, Scales, choose_anchors, count
-from train.unroll import Rows, unroll
-from train.visits import depth_weights
+from train.objective import Anchors, Counts, Objective, Rounds, Scales, choose_anchors, count
+from train.step import scales_of
+from train.unroll import Rows, first_step, glue_replay, stale_features, unroll
+from train.visits import Rates, depth_weights, visits
 
 DEPTH = 3
+LONG_ROWS = [[(20, [0] * 3 + [1] * 12 + [0] * 2 + [2] * 3)], [(4, [0, 0, 1, 1]), (15, [0, *[1] * 14])]]
 SETTINGS = LossSettings(kl=0.7, acceptance=0.4, bonus=0.6, gamma=0.8)
 VOCABULARY = torch.tensor(sorted({*range(1, VOCAB, 2), 0, 10, 20, 30}))
 
@@ -36,15 +39,15 @@ def packed(layout: list[list[tuple[int, list[int]]]], length: int) -> Features:
     return features._replace(log_normaliser=inside - math.log(0.9))
 
 
-def gradient(model: Objective, batches: list[tuple[Features, Anchors]]) -> list[Tensor]:
+def gradient(model: Objective, batches: list[tuple[Features, Anchors]], depth: int = DEPTH) -> list[Tensor]:
     """As the loop does it: counts over all batches first, then one backward for each."""
-    counts = [count(features, anchors, DEPTH) for features, anchors in batches]
-    there_are = torch.stack([c.all for c in counts]).sum(0).tolist()
-    computed = torch.stack([c.sampled for c in counts]).sum(0).tolist()
-    scales = Scales(*(loss_scales(w, there_are, computed) for w in depth_weights(SETTINGS, DEPTH, ())))
+    counts = [count(features, anchors, depth) for features, anchors in batches]
+    total = Counts(*(torch.stack(numbers).sum(0) for numbers in zip(*counts, strict=True)))
+    stage = Stage(steps=1, depth=depth, replay=batches[0][1].rounds is not None)
+    scales = scales_of(SETTINGS, stage, depth_weights(SETTINGS, depth, ()), total)
     model.zero_grad()
     for features, anchors in batches:
-        model(features, anchors, DEPTH, scales)[0].backward()
+        model(features, anchors, depth, scales)[0].backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
@@ -54,6 +57,14 @@ def rows(features: Features, chosen: list[int]) -> Features:
 
 def all_anchors(features: Features) -> Anchors:
     return choose_anchors(features, None, [""] * len(features.token_ids))
+
+
+K = 2
+SERVING = visits(Rates([0.6] * 8, [0.8] * 8, [0.2] * 8), K, max_shift=3)  # each round of serving that fits is likely enough to be drawn
+
+
+def replayed(features: Features, keys: Sequence[str] = ("a", "b")) -> Anchors:
+    return choose_anchors(features, None, keys, SERVING)
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> None:
@@ -92,18 +103,92 @@ def test_loss_is_the_average_over_supervised_predictions() -> None:
     assert 0 < figures.found <= number - number_outside - figures.correct
 
 
-def test_gradient_does_not_depend_on_padding() -> None:
-    model = objective()
-    short = packed(TWO_ROWS, 14)
+@pytest.mark.parametrize("replay", [False, True])
+def test_gradient_does_not_depend_on_padding(replay: bool) -> None:
+    model, anchors = objective(), replayed if replay else all_anchors
+    short = packed(LONG_ROWS, 20)
     more = 9
     longer = Features(*(torch.cat((x, torch.zeros(2, more, *x.shape[2:], dtype=x.dtype)), dim=1) for x in short))
-    same(gradient(model, [(short, all_anchors(short))]), gradient(model, [(longer, all_anchors(longer))]))
+    same(*(gradient(model, [(features, anchors(features))], depth=7) for features in (short, longer)))
 
 
-def test_gradient_does_not_depend_on_micro_batching() -> None:
-    model, features = objective(), packed(TWO_ROWS, 14)
-    parts = [(rows(features, [row]), all_anchors(rows(features, [row]))) for row in (1, 0)]
-    same(gradient(model, [(features, all_anchors(features))]), gradient(model, parts))
+@pytest.mark.parametrize("replay", [False, True])
+def test_gradient_does_not_depend_on_micro_batching(replay: bool) -> None:
+    model, features = objective(), packed(LONG_ROWS, 20)
+    parts = [rows(features, [row]) for row in (1, 0)]
+    alone = [(part, replayed(part, key) if replay else all_anchors(part)) for part, key in zip(parts, "ba", strict=True)]
+    same(gradient(model, [(features, replayed(features) if replay else all_anchors(features))], depth=7), gradient(model, alone, depth=7))
+
+
+def test_rounds_are_drawn_as_often_as_serving_visits_them() -> None:
+    turns = [0, *[1] * 1999]
+    features = small.packed([[(2000, turns)]], 2000)
+    rounds = choose_anchors(features, None, ["a"], SERVING).rounds
+    assert rounds is not None and rounds.lookahead == K
+    shifts, forks = rounds.shifts[0, :1990], rounds.forks[0, :1990]
+    shares = torch.bincount(shifts, minlength=4) / len(shifts)
+    torch.testing.assert_close(shares, torch.tensor(SERVING.shifts), rtol=0, atol=0.04)
+    for shift in range(4):
+        reached = [(forks[shifts == shift] >= k).float().mean().item() for k in range(K + 1)]
+        assert reached == pytest.approx(SERVING.reach[shift], abs=0.09)
+
+
+def test_loss_of_replayed_rounds_by_hand() -> None:
+    """Glue slots and branch steps one by one: which token they predict, at which depth they count, where the bonus loss is trained."""
+    model, features, depth = objective(), packed(LONG_ROWS, 20), 7
+    places = torch.tensor([[3, 5, 8], [4, 6, 13]])
+    rounds = Rounds(torch.tensor([[3, 1, 0], [2, 0, 1]]), torch.tensor([[1, 2, 0], [0, 2, 1]]), K)
+    anchors = Anchors(places, torch.tensor([[True, True, True], [True, True, False]]), rounds)
+    scales = Scales([0.1 * (d + 1) for d in range(8)], [0.3 + 0.1 * d for d in range(8)])
+    loss, sums = model(features, anchors, depth, scales)
+
+    drafter, data = model.drafter, Rows(features.token_ids, features.positions, features.document_ids)
+    first = first_step(drafter, data, drafter.fuse(features.taps))
+    stale = stale_features(drafter, data, first, places, rounds.shifts, K)
+    replay = glue_replay(drafter, data, first, places + rounds.shifts, stale, rounds.forks)
+    want, numbers, forks = torch.zeros(()), [0] * 8, [0] * 8
+
+    def add(row: int, token: int, turn_from: int, at: int, is_fork: bool, hidden: Tensor) -> None:
+        nonlocal want
+        turns = features.turn_ids[row].tolist()
+        if token >= 20 or turns[token] == 0 or turns[token] != turns[turn_from]:
+            return
+        place = (torch.tensor([row]), torch.tensor([token - 1]))
+        teacher = teacher_probabilities(features.last_hidden[place], model.target_head, features.log_normaliser[place])
+        logits = drafter.logits(hidden)[None]
+        best = VOCABULARY.tolist().index(int(features.argmax[place])) if int(features.argmax[place]) in VOCABULARY else None
+        cached = bonus_greedy(logits, torch.tensor([best or 0]), torch.tensor([best is not None]))[0]
+        base = (0.7 * kl(logits, teacher) + 0.4 * acceptance(logits, teacher))[0]
+        want = want + scales.base[at] * base + (0.6 * scales.bonus[at] * cached if is_fork else 0.0)
+        numbers[at] += 1
+        forks[at] += is_fork
+
+    for row in range(2):
+        for slot in range(19):
+            add(row, slot + 2, slot + 1, 0, True, first.hidden[row, slot])
+        for column in range(3):
+            if not anchors.valid[row, column]:
+                continue
+            origin, shift, fork = (int(x[row, column]) for x in (places, rounds.shifts, rounds.forks))
+            for j in range(1, K + 1):
+                add(row, origin + shift + j + 2, origin + 1, shift + j, j <= fork and j < K, replay.glue[row, column, j])
+            for m in range(1, K + 1):
+                at = (shift + fork if fork else 0) + m
+                add(row, origin + shift + fork + m + 2, origin + 1, at, False, replay.branch[row, column, m - 1])
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
+    counts = count(features, anchors, depth)
+    assert counts.sampled.tolist() == numbers and counts.forks.tolist() == forks and sum(forks[1:]) == 3
+    assert sums.shape == (8, len(Figures._fields)) and sums[6:].abs().sum() > 0
+
+
+def test_replayed_gradients_in_bf16_are_close_to_those_in_fp32() -> None:
+    """Steps without a gradient run under the same autocast: its cache of weights must not lose the others' gradients."""
+    model, features = objective(), packed(LONG_ROWS, 20)
+    exact = gradient(model, [(features, replayed(features))], depth=7)
+    model.dtype = torch.bfloat16
+    rounded = gradient(model, [(features, replayed(features))], depth=7)
+    for a, b in zip(exact, rounded, strict=True):
+        assert torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.95
 
 
 def test_sampled_anchors_are_unbiased() -> None:

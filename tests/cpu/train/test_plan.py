@@ -10,8 +10,8 @@ from drafters.eagle3_ssd.model import Eagle3Drafter
 from tests.cpu.train.small import DRAFT_VOCAB, HIDDEN, TWO_ROWS, packed, small_config, small_drafter
 from train.config import LossSettings
 from train.features import Features
-from train.objective import Anchors, Objective, Scales, choose_anchors, count
-from train.plan import Forward, flops, forwards, parameters, predictions, products
+from train.objective import Anchors, Objective, Rounds, Scales, choose_anchors, count
+from train.plan import Forward, Replayed, flops, forwards, parameters, predictions, products
 
 TURNS = [[4, 5], [2, 4]]  # the turns of TWO_ROWS
 LENGTH = 14
@@ -44,6 +44,21 @@ def test_sampled_anchors_are_counted_as_expected() -> None:
     assert cut.anchors == 4 and cut.predictions == (9 + 3 + 9, 4 + 4, round(4 * 7 / 8 + 4 * 8 / 10))
     uneven = forwards([[10], [4], [6]], 32, 1, None, rows_per_forward=2)
     assert [(f.rows, f.anchors) for f in uneven] == [(2, 8), (1, 4)]
+
+
+@pytest.mark.parametrize(("layers", "refresh"), [(1, 0), (3, 1)])
+def test_flops_of_a_replayed_round_are_what_torch_counts(layers: int, refresh: int) -> None:
+    features, anchors, forward = batch(depth=5)
+    shifts = torch.where(anchors.places == 7, 1, 0)
+    anchors = anchors._replace(rounds=Rounds(shifts, torch.ones_like(shifts), 2, refresh))
+    computed = tuple(int(number) for number in count(features, anchors, 5).sampled)
+    forward = forward._replace(predictions=computed, replay=Replayed(lookahead=2, stale=2, refresh=refresh))
+    objective = Objective(small_drafter(layers), torch.randn(DRAFT_VOCAB, HIDDEN), torch.arange(DRAFT_VOCAB), LossSettings(), torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        loss, _ = objective(features, anchors, 5, Scales([1.0] * 6, [1.0] * 6))
+        loss.backward()
+    counted = counter.get_flop_counts()["Global"]
+    assert counted[torch.ops.aten.mm] == flops(p for p in products(objective.drafter.config, forward) if p.batch == 1)
 
 
 @pytest.mark.parametrize("layers", [1, 3])

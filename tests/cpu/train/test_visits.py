@@ -15,11 +15,11 @@ DEPTHS = MAX_SHIFT + K + 1
 RATES = Rates([0.7 - 0.04 * d for d in range(DEPTHS)], [0.9 - 0.05 * d for d in range(DEPTHS)], [0.2 - 0.01 * d for d in range(DEPTHS)])
 
 
-def simulated(rounds: int) -> tuple[list[float], list[float], list[float]]:
+def simulated(rounds: int, refresh: int) -> tuple[list[float], list[float], list[float]]:
     """Drafts, forks and shifts per round: outcomes drawn one by one, D_r from `drafters.eagle3_ssd.speed`."""
     draw = random.Random(0)
     drafts, forks, shifts = ([0] * (DEPTHS + K) for _ in range(3))
-    stale, shift = staleness((0,) * (K + 1), 0, False, K), 0
+    stale, shift = staleness((0,) * (K + 1), 0, False, K, refresh), 0
     for _ in range(rounds):
         shifts[shift] += 1
         accepted = 0
@@ -36,15 +36,16 @@ def simulated(rounds: int) -> tuple[list[float], list[float], list[float]]:
             hit = draw.random() < RATES.listed[fork]
         else:
             hit = draw.random() < RATES.found[fork] / (1 - RATES.correct[fork])
-        stale = staleness(stale, accepted, hit, K)
-        shift = min(stale[1] - 1, MAX_SHIFT)
-        stale = tuple(j + shift if j else 0 for j in range(K + 1))
+        shift = min(fork + 1, MAX_SHIFT) if hit else 0
+        stale = staleness(stale, accepted, hit, K, refresh)
+        stale = tuple(d if d == j else j + shift for j, d in enumerate(stale))
     return tuple([n / rounds for n in numbers[:DEPTHS]] for numbers in (drafts, forks, shifts))  # type: ignore[return-value]
 
 
-def test_visits_are_those_of_simulated_rounds() -> None:
-    found = visits(RATES, K, MAX_SHIFT)
-    drafts, forks, shifts = simulated(60_000)
+@pytest.mark.parametrize("refresh", [0, 1])
+def test_visits_are_those_of_simulated_rounds(refresh: int) -> None:
+    found = visits(RATES, K, MAX_SHIFT, refresh)
+    drafts, forks, shifts = simulated(60_000, refresh)
     assert found.drafts == pytest.approx(drafts, abs=0.01)
     assert found.forks == pytest.approx(forks, abs=0.01)
     assert found.shifts == pytest.approx(shifts[: MAX_SHIFT + 1], abs=0.01)
