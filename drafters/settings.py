@@ -66,9 +66,13 @@ def build_settings(kind: type[S], content: Mapping[str, Any], overrides: Mapping
         raise _explain(kind, error, where) from error
 
 
-def load_settings(kind: type[S], path: str | Path, overrides: Sequence[str] = ()) -> S:
-    """Read a recipe file and `key=value` overrides into `kind`."""
-    return build_settings(kind, read_yaml(path), parse_overrides(overrides), str(path))
+def load_settings(kind: type[S], path: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> S:
+    """Read a recipe file, or several of which each is laid on top of those before it, and `key=value` overrides into `kind`."""
+    paths = [path] if isinstance(path, str | Path) else path
+    content: dict[str, Any] = {}
+    for each in paths:
+        content = _merge(content, read_yaml(each))
+    return build_settings(kind, content, parse_overrides(overrides), " + ".join(map(str, paths)))
 
 
 def _parse_value(key: str, text: str) -> Any:

@@ -28,6 +28,7 @@ EXAMPLES = """\
   accelerate launch train/eagle3_selfcond.py --config recipes/smollm2-135m/train.yaml
   ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 train/eagle3_selfcond.py --config R minutes=10   (two on CPU)
   python train/eagle3_selfcond.py --config R drafter.num_hidden_layers=2 output=runs/train/two-layers
+  python train/eagle3_selfcond.py --config base.yaml --config variant.yaml   (a variant that names only what differs)
   python train/eagle3_selfcond.py --config R --dry-run --gpu H100 --ranks 8 --sharding zero2   (what it would take)
 
 Every setting of train/config.py can be given as key=value; a list of stages as 'curriculum=[{steps: 100, depth: 3}]'."""
@@ -58,7 +59,8 @@ def main(argv: list[str]) -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options of the command; `overrides` are the key=value pairs."""
     parser = CommandParser("train/eagle3_selfcond.py", DESCRIPTION, EXAMPLES)
-    parser.add_argument("--config", required=True, metavar="RECIPE", help="a YAML recipe, for example recipes/smollm2-135m/train.yaml")
+    recipe = "a YAML recipe, for example recipes/smollm2-135m/train.yaml; given again, the next one is laid on top"
+    parser.add_argument("--config", required=True, action="append", metavar="RECIPE", help=recipe)
     parser.add_argument("--dry-run", action="store_true", help="print what the run would take, and load nothing")
     planning = parser.add_argument_group("with --dry-run")
     planning.add_argument("--gpu", default="H100", metavar="NAME", help="plan for this GPU, or 'cpu' for this machine [H100]")
@@ -79,7 +81,7 @@ def plan(settings: TrainSettings, options: argparse.Namespace) -> int:
     from train.memory import Sharding
 
     launch = Launch(options.gpu, options.ranks, Sharding(options.sharding), options.share)
-    dry_run(settings, Path(options.config), launch, Console())
+    dry_run(settings, Path(options.config[0]), launch, Console())
     return 0
 
 

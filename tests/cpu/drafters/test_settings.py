@@ -39,6 +39,17 @@ def test_file_and_overrides_are_laid_over_the_defaults(tmp_path: Path) -> None:
     assert recipe == Recipe(target="tiny", lookahead=7, optimizer=Optimizer(lr=1e-4, betas=(0.8, 0.9)))
 
 
+def test_a_file_is_laid_over_those_before_it(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("base.yaml", "variant.yaml")]
+    files[0].write_text("target: tiny\nlookahead: 3\noptimizer: {lr: 0.5, betas: [0.8, 0.9]}\n")
+    files[1].write_text("lookahead: 4\noptimizer: {lr: 0.25}\n")
+    expected = Recipe(target="tiny", lookahead=6, optimizer=Optimizer(lr=0.25, betas=(0.8, 0.9)))
+    assert load_settings(Recipe, files, ["lookahead=6"]) == expected
+    files[1].write_text("lookahaed: 4\n")
+    with pytest.raises(UserError, match=r"base.yaml \+ .*variant.yaml: .*did you mean 'lookahead'"):
+        load_settings(Recipe, files)
+
+
 def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
     assert load_settings(Optimizer, write(tmp_path, "")) == Optimizer()
 
