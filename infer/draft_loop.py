@@ -18,6 +18,7 @@ from infer.channel import PeerGone, Wire
 from infer.devices import pin_to_cores
 from infer.draft_model import DraftModel
 from infer.draft_worker import DraftPlan, DraftWorker
+from infer.grammar import Grammars, Vocabulary
 from infer.messages import ToDraft
 
 STORE_TIMEOUT = timedelta(minutes=5)
@@ -36,6 +37,7 @@ class DraftJob:
     cores: tuple[str, ...]
     plan: DraftPlan
     pool_tokens: int
+    vocabulary: Vocabulary
     port: int = 0  # of the store where the two meet
 
 
@@ -76,4 +78,4 @@ def _worker(job: DraftJob) -> DraftWorker:
     dtype: torch.dtype = getattr(torch, job.dtype)
     loaded = load_drafter(job.drafter, None, job.embeddings, dtype, job.device)
     model = DraftModel(loaded, job.pool_tokens)
-    return DraftWorker(model, job.plan)
+    return DraftWorker(model, job.plan, Grammars(lambda: job.vocabulary))

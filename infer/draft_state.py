@@ -17,6 +17,7 @@ from torch import Tensor
 
 from drafters.eagle3_ssd.outcomes import Branches, find
 from infer.fallback import NgramIndex
+from infer.grammar import GrammarState
 from infer.kernels.adjust import Text
 from infer.kernels.paged_attention import PagedRequest
 from infer.kernels.sample import Sampling
@@ -70,6 +71,7 @@ class DraftRequest:
     after_hit: bool = False
     bonus_output_H: Tensor | None = None  # output of slot n-2, once the pending slots are written
     prepared: Prepared | None = None
+    grammar: GrammarState | None = None  # after `tokens`
     index: NgramIndex = field(default_factory=NgramIndex)
 
     @property

@@ -23,7 +23,8 @@ from infer.config import EngineSettings, Mode
 from infer.draft_model import DraftModel
 from infer.draft_state import DraftRequest, Prepared, Speculation, tree_mask
 from infer.fallback import Fallback, NgramIndex
-from infer.kernels.adjust import adjust_logits
+from infer.grammar import Grammars
+from infer.kernels.adjust import adjust_logits, mask_logits
 from infer.kernels.paged_attention import PagedRequest
 from infer.kernels.saguaro import tilt
 from infer.kernels.sample import Purpose, Sampling, greedy_ids, process_logits, sample_from, uniforms
@@ -99,8 +100,8 @@ class Branching:
 class DraftWorker:
     """Holds the running requests of one drafter. `answer` and `prepare` are called in turn."""
 
-    def __init__(self, model: DraftModel, plan: DraftPlan) -> None:
-        self.model, self.plan = model, plan
+    def __init__(self, model: DraftModel, plan: DraftPlan, grammars: Grammars | None = None) -> None:
+        self.model, self.plan, self.grammars = model, plan, grammars
         self.requests: dict[str, DraftRequest] = {}
         self.statistics: dict[bool, OutcomeStatistics] = {hit: statistics_of(model.card, hit) for hit in (False, True)}
         self._answered: list[DraftRequest] = []
@@ -195,6 +196,10 @@ class DraftWorker:
         request = DraftRequest(admit.request, list(tokens), admit.sampling, (*found, *new), admit.max_tokens, pending, admit.prompt_tokens)
         request.chain, request.published = chain, len(found)
         request.index = NgramIndex(tokens if self.plan.fallback is Fallback.NGRAM else ())
+        if admit.sampling.grammar is not None:
+            assert self.grammars is not None, "this drafter was made without a vocabulary for grammars"
+            request.grammar = self.grammars.start(admit.sampling.grammar)
+            request.grammar.advance(tokens[admit.prompt_tokens :])
         self.requests[request.id] = request
         self._fall_back(request)
         return Source.SYNC if self.plan.mode is Mode.SD else Source.FIRST
@@ -233,6 +238,8 @@ class DraftWorker:
         found = prepared.look_up(outcome.accepted, outcome.bonus) if prepared else None
         accepted = request.in_flight.tokens[: outcome.accepted] if request.in_flight else ()
         request.tokens += [*accepted, outcome.bonus]
+        if request.grammar is not None:
+            request.grammar.advance([*accepted, outcome.bonus])
         if self.plan.fallback is Fallback.NGRAM:
             request.index.extend([*accepted, outcome.bonus])
         request.pending_SH = torch.cat([request.pending_SH, outcome.features_SH.to(request.pending_SH)])
@@ -250,7 +257,9 @@ class DraftWorker:
         if self.plan.fallback is Fallback.NONE:
             request.in_flight = self._no_speculation(request)
         elif self.plan.fallback is Fallback.NGRAM:
-            request.in_flight = self._no_speculation(request)._replace(tokens=tuple(request.index.propose(self.plan.lookahead)))
+            proposed = request.index.propose(self.plan.lookahead)
+            kept = len(proposed) if request.grammar is None else request.grammar.valid(proposed)
+            request.in_flight = self._no_speculation(request)._replace(tokens=tuple(proposed[:kept]))
 
     def _no_speculation(self, request: DraftRequest) -> Speculation:
         return Speculation((), request.pending_SH.new_empty(0, self.model.config.hidden_size))
@@ -394,13 +403,15 @@ class DraftWorker:
         return [drawn[i] for i in range(len(requests))]
 
     def _adjusted(self, logits_RD: Tensor, requests: Sequence[DraftRequest], paths: Sequence[Paths]) -> Tensor:
-        """Logits after each request's own bias and penalties: what is drafted without them is seldom accepted under them."""
+        """Logits after each request's own bias, penalties and grammar: what is drafted without them is seldom accepted under them."""
         if not any(request.sampling.adjusts for request in requests):
             return logits_RD
-        pieces = list(logits_RD.split([len(own) for own in paths]))
+        pieces, vocab = list(logits_RD.split([len(own) for own in paths])), self.model.vocab
         for i, (request, own) in enumerate(zip(requests, paths, strict=True)):
             if request.sampling.adjusts:
-                pieces[i] = adjust_logits(pieces[i], request.sampling, request.text, own, self.model.vocab.target_to_draft)
+                pieces[i] = adjust_logits(pieces[i], request.sampling, request.text, own, vocab.target_to_draft)
+            if request.grammar is not None:
+                mask_logits(pieces[i], request.grammar.allowed(own).to(logits_RD.device)[:, vocab.draft_to_target])
         return torch.cat(pieces)
 
     def _argmax(self, logits_RD: Tensor, paths: Sequence[Paths]) -> list[Drawn]:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from drafters.errors import UserError
 from drafters.targets import Target
 from infer.config import EngineSettings, Mode
 from infer.drafting import Drafting, DraftState
+from infer.grammar import Grammars, Vocabulary
 from infer.kernels.accept import Proposal, Verdict
 from infer.messages import Answer
-from infer.request import FinishReason, Request, RequestOutput, RoundRecord, SamplingParams, Source, check_token_ids
+from infer.request import FinishReason, Request, RequestOutput, RoundRecord, SamplingParams, Source, new_request
 from infer.scheduler import Scheduler, Seat, Work
 from infer.target import Rows, TargetOutput, TargetRunner
 from infer.verify import row_of, verify_rows
@@ -51,6 +53,7 @@ class Engine:
         self.memory = memory  # the sizes of the pools, in words
         lookahead = 0 if mode is Mode.AR else settings.lookahead
         self.scheduler = Scheduler(runner.blocks, settings.batch_size, lookahead, settings.prefill_tokens, settings.prefix_cache)
+        self.grammars = Grammars(partial(Vocabulary.of, runner.target))
         self._ids = itertools.count()
         self._cancelled: list[Request] = []
 
@@ -94,10 +97,8 @@ class Engine:
         name = request_id or f"request-{next(self._ids)}"
         if self.scheduler.knows(name):
             raise UserError(f"request id {name!r} is already in use; give each request its own")
-        check_token_ids(params, self.target.facts.vocab_size)
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.target.facts.end_token_ids))
         most = min(len(prompt_ids) + params.max_new_tokens, limit)
-        self.scheduler.submit(Request(name, tuple(prompt_ids), params.seeded(), stops, most, list(prompt_ids)))
+        self.scheduler.submit(new_request(name, prompt_ids, params, most, self.target, self.grammars))
         return name
 
     def cancel(self, request_id: str) -> None:
@@ -192,7 +193,7 @@ class Engine:
             wait, busy = self.drafting.wait, self.drafting.busy
             emitted = len(accepted) + 1
             request.rounds.append(RoundRecord(part.answer.source, len(part.drafted), len(accepted), emitted, verify, wait, busy))
-        kept = request.commit([*accepted, verdict.bonus_token])
+        kept = request.commit([*accepted, verdict.bonus_token], verdict.logprobs)
         self.scheduler.advance(seat, min(before + len(accepted), len(request.tokens)))
         if request.finish_reason is not None:
             self._release(request)

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drafters.errors import EXIT_INTERRUPTED, UserError, run_command
@@ -36,7 +37,7 @@ PENALTIES = {
     "repetition": "above 1: makes tokens of prompt and answer less likely",
 }
 SAMPLING = (
-    *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"),
+    *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "logprobs"),
     *(f"{name}_penalty" for name in PENALTIES),
 )
 
@@ -64,21 +65,65 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     settings = load_engine_settings(options.recipe, Mode(options.mode), options.overrides)
     from infer.launch import launch
-    from infer.request import SamplingParams
 
-    params = SamplingParams(**{name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None})
+    params = sampling_params(options)
     with loading(f"loading {settings.target}, mode {options.mode} ..."):
         engine = launch(settings, Mode(options.mode))
     with engine:
         if options.prompt is None:
             chat(engine, params)
             return 0
-        answer = complete(engine, [{"role": "user", "content": options.prompt}], params, (lambda piece: None) if options.json else show)
-    if options.json and not answer.interrupted:
-        print(json.dumps(summary(answer)))
-    elif not options.json:
-        _finish_line(answer)
-    return EXIT_INTERRUPTED if answer.interrupted else 0
+        return answer_prompt(engine, options, params)
+
+
+def answer_prompt(engine: Engine, options: argparse.Namespace, params: SamplingParams) -> int:
+    """Answer `--prompt`, `--n` times, one after another; the exit code."""
+    answers: list[Answer] = []
+    for number, own in enumerate(params.choices(options.n), start=1):
+        if options.n > 1 and not options.json:
+            note(f"answer {number} of {options.n}")
+        answer = complete(engine, [{"role": "user", "content": options.prompt}], own, (lambda piece: None) if options.json else show)
+        answers.append(answer)
+        if not options.json:
+            _finish_line(answer)
+        if answer.interrupted:
+            return EXIT_INTERRUPTED
+    if options.json:
+        objects = [summary(answer) for answer in answers]
+        print(json.dumps(objects[0] if options.n == 1 else {"answers": objects}))
+    return 0
+
+
+def sampling_params(options: argparse.Namespace) -> SamplingParams:
+    """What the options ask of an answer. Raises `UserError` for values out of range and for grammars that cannot be used."""
+    from infer.grammar import json_grammar, regex_grammar
+    from infer.request import SamplingParams
+
+    grammar = None
+    if options.regex is not None:
+        grammar = regex_grammar(options.regex)
+    elif options.json_schema is not None:
+        grammar = json_grammar(_schema_text(options.json_schema))
+    given = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
+    return SamplingParams(**given, stop=tuple(options.stop), logit_bias=tuple(map(_bias, options.logit_bias)), grammar=grammar)
+
+
+def _schema_text(value: str) -> str:
+    """The schema itself, or what the file of that name holds."""
+    if value.lstrip().startswith("{"):
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--json-schema {value}: cannot read that file ({error.strerror}); give a file or the schema itself") from error
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition(":")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise UserError(f"--logit-bias {text}: write it as ID:BIAS, for example 198:-100") from None
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -95,6 +140,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws: the same seed repeats the answer (default: 0)")
     for name, text in PENALTIES.items():
         parser.add_argument(f"--{name}-penalty", type=float, metavar="X", help=text)
+    parser.add_argument("--logit-bias", action="append", default=[], metavar="ID:BIAS", help="add to the logit of a token; repeatable")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; repeatable")
+    parser.add_argument("--n", type=int, default=1, metavar="N", help="answer N times, each with a seed of its own (default: 1)")
+    parser.add_argument("--logprobs", type=int, metavar="N", help="with --json: log-probabilities, also of the N likeliest tokens (0..20)")
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--regex", metavar="PATTERN", help="the answer matches this regular expression as a whole")
+    shape.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that follows the schema in FILE, or given itself as {...}")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the target's end token, up to the limit")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else; seconds and speed are of decoding")
     options = parser.read(argv)
@@ -102,15 +154,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UserError("--prompt is empty: give the user's message, or leave --prompt out to chat")
     if options.json and options.prompt is None:
         raise UserError("--json needs a --prompt: a chat is not one object")
+    if options.n < 1 or (options.n > 1 and options.prompt is None):
+        raise UserError(f"--n {options.n}: give at least 1, and more than one answer only to a --prompt")
+    if options.logprobs is not None and not options.json:
+        raise UserError("--logprobs needs --json: log-probabilities stand in the object")
     return options
 
 
 def complete(engine: Engine, messages: Sequence[Message], params: SamplingParams, on_text: Callable[[str], None]) -> Answer:
     """Let the engine answer `messages` and hand over its text while it comes; the first Ctrl-C cancels the answer."""
     from data.render import render_prompt
-    from infer.text import Detokenizer
+    from infer.text import AnswerText
 
-    detokenizer, pieces = Detokenizer(engine.target.tokenizer), []
+    text, pieces = AnswerText(engine.target.tokenizer, params.stop), []
 
     def give(piece: str) -> None:
         pieces.append(piece)
@@ -122,8 +178,8 @@ def complete(engine: Engine, messages: Sequence[Message], params: SamplingParams
         while engine.has_work and not interrupt:
             for output in engine.step():
                 request = output.request
-                give("".join(map(detokenizer.push, output.new_token_ids)))
-    give(detokenizer.flush())
+                give("".join(map(text.push, output.new_token_ids)))
+    give(text.finish())
     interrupted = request is None or request.finish_reason is None
     if interrupted:
         engine.cancel(request_id)
@@ -188,6 +244,7 @@ def summary(answer: Answer) -> dict[str, Any]:
     from infer.figures import tokens_per_round, tokens_per_second
 
     request = answer.request
+    logprobs = {"logprobs": [own._asdict() for own in request.logprobs]} if request.params.logprobs is not None else {}
     return {
         "text": answer.text,
         "token_ids": request.new_tokens,
@@ -199,6 +256,7 @@ def summary(answer: Answer) -> dict[str, Any]:
         "tokens_per_round": tokens_per_round(request.rounds),
         "hit_rate": answer.hit_rate,
         "finish_reason": request.finish_reason,
+        **logprobs,
     }
 
 

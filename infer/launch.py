@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from infer.draft_process import DraftProcess
 from infer.draft_worker import DraftPlan, DraftWorker
 from infer.drafting import Drafting
 from infer.engine import Engine
+from infer.grammar import Grammars, Vocabulary
 from infer.kernels.linear import PackedLinear
 from infer.memory import plan_pools
 from infer.target import Rows, TargetRunner
@@ -48,7 +50,7 @@ def launch(settings: EngineSettings, mode: Mode, target: Target | None = None, i
     runner = _warm(TargetRunner(target, pools.target, loaded.config.tap_hidden_states_ids, fuse_taps))
     to_target = loaded.vocab.draft_to_target.to(device)
     local = in_process or mode is Mode.SD
-    drafting = Drafting(_local(loaded, plan, pools.draft) if local else _process(settings, target, plan, pools.draft), to_target)
+    drafting = Drafting(_local(loaded, target, plan, pools.draft) if local else _process(settings, target, plan, pools.draft), to_target)
     try:
         drafting.start()
     except PeerGone as error:
@@ -75,8 +77,9 @@ def _load_drafter(settings: EngineSettings, target: Target) -> LoadedDrafter:
     return loaded
 
 
-def _local(loaded: LoadedDrafter, plan: DraftPlan, pool_tokens: int) -> Callable[[], Channel]:
-    return lambda: LocalChannel(DraftWorker(DraftModel(loaded, pool_tokens), plan))
+def _local(loaded: LoadedDrafter, target: Target, plan: DraftPlan, pool_tokens: int) -> Callable[[], Channel]:
+    grammars = Grammars(partial(Vocabulary.of, target))
+    return lambda: LocalChannel(DraftWorker(DraftModel(loaded, pool_tokens), plan, grammars))
 
 
 def _process(settings: EngineSettings, target: Target, plan: DraftPlan, pool_tokens: int) -> Callable[[], Channel]:
@@ -89,5 +92,6 @@ def _process(settings: EngineSettings, target: Target, plan: DraftPlan, pool_tok
         cores=settings.draft_devices,
         plan=plan,
         pool_tokens=pool_tokens,
+        vocabulary=Vocabulary.of(target),
     )
     return lambda: DraftProcess(job)

@@ -30,6 +30,7 @@ from infer.config import Mode
 from infer.console import progress_bar
 from infer.engine import Engine
 from infer.figures import hit_rate, tokens_per_round, tokens_per_second
+from infer.kernels.logprobs import TokenLogprob
 from infer.launch import launch
 from infer.recipe import Recipe, mode_named, read_recipe
 from infer.request import FinishReason, Request, RequestOutput, SamplingParams
@@ -48,7 +49,7 @@ class Answer:
     """One finished answer with its figures. Times in seconds; figures are None where there was nothing to count."""
 
     prompt_ids: tuple[int, ...]
-    text: str  # without special tokens
+    text: str  # without special tokens, and up to a stop string
     token_ids: tuple[int, ...]  # the stop token included
     finish_reason: FinishReason
     prefill_seconds: float  # up to the first token
@@ -57,6 +58,7 @@ class Answer:
     tokens_per_second: float | None  # of decoding
     tokens_per_round: float | None
     hit_rate: float | None  # mode ssd: speculations that had been prepared, of those that were looked up
+    logprobs: tuple[TokenLogprob, ...] = ()  # of `token_ids`, where `params.logprobs` asks for them
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,8 @@ class LLM:
     def _pieces(self, asked: Asked) -> Iterator[Piece]:
         """What the rounds give these requests, until all have ended."""
         names, inbox = asked
-        texts = {name: AnswerText(self.engine.target.tokenizer) for name in names}
+        tokenizer = self.engine.target.tokenizer
+        texts: dict[str, AnswerText] = {}
         try:
             while names:
                 if not inbox:
@@ -168,6 +171,8 @@ class LLM:
                 while inbox:
                     output = inbox.popleft()
                     name, index = output.request_id, names[output.request_id]
+                    if name not in texts:
+                        texts[name] = AnswerText(tokenizer, output.request.params.stop)
                     if output.finish_reason is not None:
                         del names[name], self._inboxes[name]
                     yield _piece(index, output, texts[name], self.engine.mode)
@@ -221,6 +226,7 @@ def _answer(request: Request, text: str, reason: FinishReason, mode: Mode) -> An
         tokens_per_second=tokens_per_second([request]),
         tokens_per_round=tokens_per_round(request.rounds),
         hit_rate=hit_rate(request.rounds) if mode is Mode.SSD else None,
+        logprobs=tuple(request.logprobs),
     )
 
 

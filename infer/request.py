@@ -6,13 +6,23 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from drafters.errors import UserError
-from infer.kernels.sample import Sampling
+from infer.kernels.logprobs import TokenLogprob
+from infer.kernels.sample import Sampling, derived_seed
+from infer.text import AnswerText
+
+if TYPE_CHECKING:
+    from drafters.targets import Target
+    from infer.grammar import Grammars, GrammarState
+
+
+MOST_LOGPROBS = 20
 
 
 class FinishReason(StrEnum):
-    """Why a request ended: a stop token, `max_new_tokens`, or the user's cancel."""
+    """Why a request ended: a stop token or string, `max_new_tokens`, or the user's cancel."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -40,8 +50,11 @@ class SamplingParams:
 
     `temperature` 0 is greedy; None too, unless top_k, top_p or min_p is given, which only a drawn answer can heed: then it is 1.
     Greedy with bias or penalties takes the argmax of the changed logits. `seed` None: a random one for each request.
-    `logit_bias` adds to the logits of token ids. The repetition penalty (1 is none) counts the prompt's tokens, the presence and the
-    frequency penalty (0 is none) only those of the answer.
+    `grammar` (made by a function of `infer.grammar`) lets only tokens through that it allows; the end token comes where it may end.
+    `logprobs` asks for the log-probability of each token and of that many likeliest ones, as the target itself gives them: before
+    bias, penalties, temperature and filters. A string of `stop` ends the answer at the token that completes it; the text ends
+    before it. `logit_bias` adds to the logits of token ids. The repetition penalty (1 is none) counts the prompt's tokens, the
+    presence and the frequency penalty (0 is none) only those of the answer.
     """
 
     max_new_tokens: int = 256
@@ -54,8 +67,11 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: str | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "be at least 1")
@@ -68,6 +84,9 @@ class SamplingParams:
         _check(0 < self.repetition_penalty <= 10, "repetition_penalty", self.repetition_penalty, "lie above 0 and at most at 10")
         for token, bias in self.logit_bias:
             _check(-100 <= bias <= 100, f"logit_bias of token {token}", bias, "lie in -100..100")
+        _check("" not in self.stop, "stop", self.stop, "hold strings with at least one character")
+        _check(self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS, "logprobs", self.logprobs, f"lie in 0..{MOST_LOGPROBS}")
+        _check(not (self.grammar and self.ignore_eos), "ignore_eos", True, "be left out beside a grammar, which says where the text ends")
         ids = [token for token, _ in self.logit_bias]
         _check(len(set(ids)) == len(ids), "logit_bias", ids, "name each token once")
 
@@ -87,11 +106,16 @@ class SamplingParams:
             self.frequency_penalty,
             self.repetition_penalty,
             self.logit_bias,
+            self.grammar,
         )
 
     def seeded(self) -> SamplingParams:
         """The same with a seed: its own, or a random one where it has none."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
+
+    def choices(self, count: int) -> list[SamplingParams]:
+        """The parameters of several answers to one prompt: the first as asked, the others with seeds that follow from its seed."""
+        return [self if self.seed is None else replace(self, seed=derived_seed(self.seed, i)) for i in range(count)]
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
@@ -129,6 +153,9 @@ class Request:
     stop_ids: frozenset[int]
     max_tokens: int  # prompt and answer together, from max_new_tokens and the context limit
     tokens: list[int] = field(default_factory=list)
+    watch: AnswerText | None = None  # reads along for stop strings
+    grammar: GrammarState | None = None  # after `tokens`
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the answer's tokens, where they are asked for
     rounds: list[RoundRecord] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     prefill_seconds: float = 0.0
@@ -144,22 +171,43 @@ class Request:
         """Tokens that may still come."""
         return self.max_tokens - len(self.tokens)
 
-    def commit(self, tokens: Sequence[int]) -> list[int]:
-        """Append what a round produced, trimmed at the first stop token and at the limit. Returns what was kept.
+    def commit(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> list[int]:
+        """Append what a round produced, trimmed at the first stop and at the limit. Returns what was kept.
 
-        A stop token inside the limit wins over the limit: limit 3, tokens [7, STOP, 8, 9] keeps [7, STOP], reason "stop".
+        A stop inside the limit wins over the limit: limit 3, tokens [7, STOP, 8, 9] keeps [7, STOP], reason "stop". A stop string
+        ends the answer at the token that completes it, however far before that token it began.
         """
         assert self.finish_reason is None, f"request {self.id} has ended ({self.finish_reason})"
         kept: list[int] = []
         for token in tokens[: self.room]:
             kept.append(token)
-            if token in self.stop_ids:
+            if token in self.stop_ids or (self.watch is not None and self.watch.completes_stop(token)):
                 self.finish_reason = FinishReason.STOP
                 break
         self.tokens += kept
+        if self.grammar is not None:
+            self.grammar.advance(kept)
+        self.logprobs += logprobs[: len(kept)]
         if self.finish_reason is None and self.room <= 0:
             self.finish_reason = FinishReason.LENGTH
         return kept
+
+
+def new_request(
+    request_id: str, prompt_ids: Sequence[int], params: SamplingParams, max_tokens: int, target: Target, grammars: Grammars
+) -> Request:
+    """A request to `target` that may grow to `max_tokens`. Raises `UserError` where `params` name what the target does not have.
+
+    A stop string that is a special token, such as "<|im_end|>", also stops as a token: special tokens have no text.
+    """
+    check_token_ids(params, target.facts.vocab_size)
+    special = {text: target.tokenizer.convert_tokens_to_ids(text) for text in target.tokenizer.all_special_tokens if params.stop}
+    stops = {*params.stop_token_ids, *(special[text] for text in params.stop if text in special)}
+    if not params.ignore_eos:
+        stops.update(target.facts.end_token_ids)
+    watch = AnswerText(target.tokenizer, params.stop) if params.stop else None
+    grammar = None if params.grammar is None else grammars.start(params.grammar)
+    return Request(request_id, tuple(prompt_ids), params.seeded(), frozenset(stops), max_tokens, list(prompt_ids), watch, grammar)
 
 
 @dataclass(frozen=True)

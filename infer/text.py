@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
@@ -11,6 +13,27 @@ REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
     """Text of `token_ids` without special tokens: the one-shot twin of `Detokenizer`."""
     return tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """The bytes of one token, a special one by its name. They need not be whole characters, and a leading space is kept."""
+    one = tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    two = tokenizer.decode([token_id, token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if REPLACEMENT not in two:
+        return two[len(one) :].encode()  # some decoders drop the space of the first token they are given
+    piece = tokenizer.convert_ids_to_tokens(token_id)
+    if match := re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece):
+        return bytes.fromhex(match[1])
+    table = _byte_level_alphabet()
+    return bytes(table[char] for char in piece) if all(char in table for char in piece) else one.encode()
+
+
+@cache
+def _byte_level_alphabet() -> dict[str, int]:
+    """The characters that stand for bytes in byte-level vocabularies (as GPT-2's): printable ones for themselves, others from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class Detokenizer:
@@ -61,11 +84,21 @@ class AnswerText:
         self.num_tokens = 0  # up to and with the one that completed a stop string
         self.stopped = False  # by a stop string
 
+    @property
+    def length(self) -> int:
+        """Characters up to here, those that are held back as a possible stop string included."""
+        return len(self.text) + len(self._held)
+
     def push(self, token_id: int) -> str:
         """The text that may be shown now. Not to be called once `stopped`."""
         assert not self.stopped, f"a stop string ended this answer after {self.num_tokens} tokens"
         self.num_tokens += 1
         return self._show(self._detokenizer.push(token_id))
+
+    def completes_stop(self, token_id: int) -> bool:
+        """`push`, for one who only wants to know whether a stop string ends the answer at this token."""
+        self.push(token_id)
+        return self.stopped
 
     def finish(self) -> str:
         """The text that was held back, once no token follows."""

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from infer.kernels.accept import Proposal, Verdict, accept, accept_greedy
-from infer.kernels.adjust import Text, adjust_logits
+from infer.kernels.adjust import Text, adjust_logits, mask_logits
+from infer.kernels.logprobs import token_logprobs
 from infer.kernels.sample import Purpose, Sampling, greedy_ids, process_logits, uniform
 from infer.request import Request
+
+if TYPE_CHECKING:
+    from infer.grammar import GrammarState
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class RowToVerify:
     proposal: Proposal | None = None  # None: the tokens were chosen, not drawn (argmax, n-gram, nothing drafted)
     sampling: Sampling = field(default_factory=Sampling)
     text: Text = Text()  # read where `sampling` has penalties
+    grammar: GrammarState | None = None  # after the committed tokens
+    logprobs: int | None = None  # how many of the likeliest tokens to report beside each committed one
 
     @property
     def rows(self) -> slice:
@@ -42,7 +49,8 @@ def row_of(request: Request, start: int, drafted: Sequence[int] = (), proposal: 
     """A running request's part of the verification whose rows begin at `start`."""
     sampling = request.params.sampling
     text = Text(request.prompt_ids, request.new_tokens) if sampling.penalised else Text()
-    return RowToVerify(start, len(request.tokens) - 1, tuple(drafted), proposal, sampling, text)
+    position, logprobs = len(request.tokens) - 1, request.params.logprobs
+    return RowToVerify(start, position, tuple(drafted), proposal, sampling, text, request.grammar, logprobs)
 
 
 def verify_rows(logits_RV: Tensor, rows: Sequence[RowToVerify]) -> list[Verdict]:
@@ -63,13 +71,24 @@ def verify_rows(logits_RV: Tensor, rows: Sequence[RowToVerify]) -> list[Verdict]
             verdicts.append(accept_greedy(greedy_ids(adjusted[row.start]), row.drafted))
         else:
             verdicts.append(accept_greedy(argmax_R[row.rows], row.drafted))
-    return verdicts
+    return [_with_logprobs(logits_RV, row, verdict) for row, verdict in zip(rows, verdicts, strict=True)]
+
+
+def _with_logprobs(logits_RV: Tensor, row: RowToVerify, verdict: Verdict) -> Verdict:
+    """The verdict with the log-probabilities of its tokens, where the request asks for them."""
+    if row.logprobs is None:
+        return verdict
+    tokens = [*row.drafted[: verdict.num_accepted], verdict.bonus_token]
+    return verdict._replace(logprobs=token_logprobs(logits_RV[row.start : row.start + len(tokens)], tokens, row.logprobs))
 
 
 def _adjusted(logits_RV: Tensor, row: RowToVerify) -> Tensor:
-    """The request's logits after its bias and penalties, each row's penalties counting the drafted tokens before it."""
+    """The request's logits after its bias, penalties and grammar, each row's state including the drafted tokens before it."""
     paths = [row.drafted[:j] for j in range(len(row.drafted) + 1)]
-    return adjust_logits(logits_RV[row.rows], row.sampling, row.text, paths)
+    adjusted = adjust_logits(logits_RV[row.rows], row.sampling, row.text, paths)
+    if row.grammar is not None:
+        mask_logits(adjusted, row.grammar.allowed(paths).to(adjusted.device))
+    return adjusted
 
 
 def _target_probs(logits_RV: Tensor, adjusted: Mapping[int, Tensor], rows: Sequence[RowToVerify]) -> dict[int, Tensor]:

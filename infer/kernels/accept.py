@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from infer.kernels.logprobs import TokenLogprob
 from infer.kernels.sample import sample_from
 
 
@@ -26,6 +27,7 @@ class Verdict(NamedTuple):
 
     num_accepted: int
     bonus_token: int
+    logprobs: tuple[TokenLogprob, ...] = ()  # of these tokens, where the request asks for them
 
 
 def accept_greedy(argmax_L: Sequence[int], drafted: Sequence[int]) -> Verdict:

@@ -1,4 +1,4 @@
-"""What a request does to its logits before anything is drawn, greedy or not: logit bias, then the penalties on tokens it has seen.
+"""What a request does to its logits before anything is drawn, greedy or not: logit bias, penalties on tokens it has seen, a mask.
 
 R rows of one request, V vocabulary of the logits, U tokens that a penalty touches. Row r follows the committed text and `paths[r]`:
 in a verification `paths[j]` are the first j drafted tokens, so that p_j is the distribution after them (ssd.md, section 2).
@@ -58,6 +58,13 @@ def adjust_logits(
     if sampling.penalised:
         _penalise(result_RV, sampling, text, paths, target_to_draft_V)
     return result_RV
+
+
+def mask_logits(logits_RV: Tensor, allowed_RV: Tensor) -> None:
+    """Take out, in place, what a grammar refuses. A row of which nothing would be left stays as it is: a drafter, whose vocabulary
+    is smaller than the target's, has nothing to propose there."""
+    some_R1 = allowed_RV.any(-1, keepdim=True)
+    logits_RV.masked_fill_(~allowed_RV & some_R1, -torch.inf)
 
 
 def _penalise(logits_RV: Tensor, sampling: Sampling, text: Text, paths: Sequence[Sequence[int]], target_to_draft_V: Tensor | None) -> None:

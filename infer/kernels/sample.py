@@ -43,6 +43,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit), each token once
+    grammar: str | None = None  # what it refuses is masked, after bias and penalties (`infer.grammar`)
 
     @property
     def greedy(self) -> bool:
@@ -56,7 +57,7 @@ class Sampling:
     @property
     def adjusts(self) -> bool:
         """Whether the logits are changed before anything is drawn."""
-        return self.penalised or bool(self.logit_bias)
+        return self.penalised or bool(self.logit_bias) or self.grammar is not None
 
 
 def uniform(seed: int, position: int, purpose: Purpose, place: int = 0) -> float:
@@ -77,6 +78,11 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int], purpose: Purpose, p
     assert len(seeds) == len(positions), (len(seeds), len(positions))
     values = [uniform(s, p, purpose, m) for s, p, m in zip(seeds, positions, places or [0] * len(seeds), strict=True)]
     return torch.tensor(values, dtype=torch.float64)
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of answer `index` to a prompt that is to be answered several times: for the first one `seed` itself."""
+    return seed if index == 0 else _mix(_mix(seed & _MASK) ^ index) >> 1
 
 
 def greedy_ids(logits_RV: Tensor) -> list[int]:

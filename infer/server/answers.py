@@ -1,67 +1,87 @@
-"""From a token stream to the text that is shown, and to OpenAI's response objects and stream chunks."""
+"""From a token stream to the text that is shown, and to OpenAI's response objects and stream chunks.
+
+A response has one or more choices: answers to the same prompt, and to several prompts. They come in any order and end one by one.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
 from infer.server.driver import EngineGone, EngineThread, TokenStream
 from infer.server.errors import ApiError
+from infer.server.logprobs import PlacedToken
 from infer.text import AnswerText
+
+LogprobsObject = Callable[[Sequence[PlacedToken]], dict[str, Any]]
 
 
 class Delta(NamedTuple):
-    """A piece of an answer. `new_tokens` counts the answer's tokens up to here, the one that ended it included."""
+    """A piece of one answer. `new_tokens` counts the answer's tokens up to here, the one that ended it included.
 
+    `tokens` are those that came since the piece before, where log-probabilities were asked for: all tokens that are counted have
+    their entry, those whose text a stop string cut off too.
+    """
+
+    choice: int
     text: str
     new_tokens: int
     finish_reason: str | None
+    tokens: tuple[PlacedToken, ...] = ()
 
 
 class Reply(NamedTuple):
-    """What all objects of one response share."""
+    """What all objects of one response share. `logprobs` makes the object of some tokens; None where nobody asked."""
 
     id: str
     model: str
     created: int
     is_chat: bool
     prompt_tokens: int
+    choices: int
+    logprobs: LogprobsObject | None
 
 
-async def deltas(engine: EngineThread, stream: TokenStream, answer: AnswerText) -> AsyncGenerator[Delta, None]:
-    """The answer piece by piece. Whoever stops reading, a client that hangs up included, cancels the request."""
+def new_reply(
+    request_id: str, model: str, is_chat: bool, prompt_tokens: int, choices: int = 1, logprobs: LogprobsObject | None = None
+) -> Reply:
+    """A reply that starts now."""
+    return Reply(request_id, model, int(time.time()), is_chat, prompt_tokens, choices, logprobs)
+
+
+async def deltas(engine: EngineThread, stream: TokenStream, answers: Sequence[AnswerText]) -> AsyncGenerator[Delta, None]:
+    """The answers piece by piece. Whoever stops reading, a client that hangs up included, cancels the requests."""
+    pending: list[list[PlacedToken]] = [[] for _ in answers]
     try:
         async with aclosing(stream.read()) as rounds:
-            async for token_ids, reason in rounds:
-                text = ""
-                for token in token_ids:
+            async for choice, token_ids, reason, logprobs in rounds:
+                answer, text = answers[choice], ""
+                for i, token in enumerate(token_ids):
+                    if logprobs:
+                        pending[choice].append(PlacedToken(logprobs[i], answer.length))
                     text += answer.push(token)
-                    if answer.stopped:
-                        break
                 if reason is not None:
                     text += answer.finish()
-                finish = "stop" if answer.stopped else reason and str(reason)
-                if text or finish:
-                    yield Delta(text, answer.num_tokens, finish)
-                if finish:
-                    return
+                if text or reason is not None:
+                    yield Delta(choice, text, answer.num_tokens, reason and str(reason), tuple(pending[choice]))
+                    pending[choice] = []
     except EngineGone as error:
         raise ApiError(503, f"{error}; the answer is incomplete") from error
     finally:
-        engine.cancel(stream.request_id)
+        engine.cancel(stream)
 
 
 async def whole_answer(reply: Reply, pieces: AsyncGenerator[Delta, None]) -> dict[str, Any]:
     """The response object of a request that does not stream."""
-    text, last = "", Delta("", 0, None)
-    async for last in pieces:
-        text += last.text
-    content = {"message": {"role": "assistant", "content": text, "refusal": None}} if reply.is_chat else {"text": text}
-    choice = {"index": 0, **content, "logprobs": None, "finish_reason": last.finish_reason}
-    return {**_head(reply, "chat.completion" if reply.is_chat else "text_completion"), "choices": [choice], "usage": _usage(reply, last)}
+    found: list[list[Delta]] = [[] for _ in range(reply.choices)]
+    async for piece in pieces:
+        found[piece.choice].append(piece)
+    choices = [_choice(reply, own) for own in found]
+    kind = "chat.completion" if reply.is_chat else "text_completion"
+    return {**_head(reply, kind), "choices": choices, "usage": _usage(reply, [own[-1].new_tokens for own in found])}
 
 
 async def events(reply: Reply, pieces: AsyncGenerator[Delta, None], include_usage: bool) -> AsyncGenerator[str, None]:
@@ -69,39 +89,45 @@ async def events(reply: Reply, pieces: AsyncGenerator[Delta, None], include_usag
     head = _head(reply, "chat.completion.chunk" if reply.is_chat else "text_completion")
     usage = {"usage": None} if include_usage else {}
 
-    def chunk(content: dict[str, Any], finish_reason: str | None = None) -> str:
+    def chunk(choice: int, content: dict[str, Any], tokens: Sequence[PlacedToken] = (), finish_reason: str | None = None) -> str:
         body = {"delta": content} if reply.is_chat else content
-        return _event({**head, "choices": [{"index": 0, **body, "logprobs": None, "finish_reason": finish_reason}], **usage})
+        logprobs = reply.logprobs(tokens) if reply.logprobs and tokens else None
+        return _event({**head, "choices": [{"index": choice, **body, "logprobs": logprobs, "finish_reason": finish_reason}], **usage})
 
-    last = Delta("", 0, None)
+    counts = [0] * reply.choices
     try:
         async with aclosing(pieces) as reading:
-            if reply.is_chat:
-                yield chunk({"role": "assistant", "content": ""})
-            async for last in reading:
-                if last.text:
-                    yield chunk({"content" if reply.is_chat else "text": last.text})
-        yield chunk({} if reply.is_chat else {"text": ""}, last.finish_reason)
+            for choice in range(reply.choices) if reply.is_chat else ():
+                yield chunk(choice, {"role": "assistant", "content": ""})
+            async for choice, text, new_tokens, finish_reason, tokens in reading:
+                counts[choice] = new_tokens
+                if text:
+                    yield chunk(choice, {"content" if reply.is_chat else "text": text}, tokens)
+                if finish_reason:
+                    yield chunk(choice, {} if reply.is_chat else {"text": ""}, () if text else tokens, finish_reason)
     except ApiError as error:
         yield _event(error.body)
         return
     if include_usage:
-        yield _event({**head, "choices": [], "usage": _usage(reply, last)})
+        yield _event({**head, "choices": [], "usage": _usage(reply, counts)})
     yield "data: [DONE]\n\n"
 
 
-def new_reply(request_id: str, model: str, is_chat: bool, prompt_tokens: int) -> Reply:
-    """A reply that starts now."""
-    return Reply(request_id, model, int(time.time()), is_chat, prompt_tokens)
+def _choice(reply: Reply, pieces: Sequence[Delta]) -> dict[str, Any]:
+    text = "".join(piece.text for piece in pieces)
+    content = {"message": {"role": "assistant", "content": text, "refusal": None}} if reply.is_chat else {"text": text}
+    logprobs = reply.logprobs([token for piece in pieces for token in piece.tokens]) if reply.logprobs else None
+    return {"index": pieces[0].choice, **content, "logprobs": logprobs, "finish_reason": pieces[-1].finish_reason}
 
 
 def _head(reply: Reply, kind: str) -> dict[str, Any]:
     return {"id": reply.id, "object": kind, "created": reply.created, "model": reply.model}
 
 
-def _usage(reply: Reply, last: Delta) -> dict[str, int]:
-    total = reply.prompt_tokens + last.new_tokens
-    return {"prompt_tokens": reply.prompt_tokens, "completion_tokens": last.new_tokens, "total_tokens": total}
+def _usage(reply: Reply, new_tokens: Sequence[int]) -> dict[str, int]:
+    """Every prompt counts once, every answer."""
+    new = sum(new_tokens)
+    return {"prompt_tokens": reply.prompt_tokens, "completion_tokens": new, "total_tokens": reply.prompt_tokens + new}
 
 
 def _event(content: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -15,15 +16,17 @@ from data.render import RenderError, render_prompt
 from drafters.errors import UserError
 from infer.request import SamplingParams
 from infer.server.answers import deltas, events, new_reply, whole_answer
-from infer.server.driver import EngineGone, EngineThread
+from infer.server.driver import Ask, EngineGone, EngineThread
 from infer.server.errors import ApiError, handle_errors
-from infer.server.protocol import Body, ChatBody, CompletionBody, parse_body
+from infer.server.logprobs import chat_logprobs, completion_logprobs
+from infer.server.protocol import Body, ChatBody, CompletionBody, grammar_of, parse_body
 from infer.text import AnswerText
 
 if TYPE_CHECKING:
     from infer.engine import Engine
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat's answer may fill the context
+MOST_PROMPTS = 128  # of one completion
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # pieces are for now, not for a proxy's buffer
 
 
@@ -51,8 +54,7 @@ def create_app(thread: EngineThread, engine: Engine, model_name: str) -> FastAPI
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = parse_body(CompletionBody, await request.body())
-        prompt_ids = _prompt_ids(body.prompt, engine)
-        return await respond(request, body, prompt_ids, body.max_tokens or COMPLETION_TOKENS)
+        return await respond(request, body, _prompts(body.prompt, engine), body.max_tokens or COMPLETION_TOKENS)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -61,22 +63,27 @@ def create_app(thread: EngineThread, engine: Engine, model_name: str) -> FastAPI
             prompt_ids = render_prompt([message.plain for message in body.messages], engine.target.tokenizer, engine.settings.template)
         except RenderError as error:
             raise ApiError(400, str(error), "messages", "invalid_value") from error
-        return await respond(request, body, prompt_ids, body.max_completion_tokens or body.max_tokens)
+        return await respond(request, body, [prompt_ids], body.max_completion_tokens or body.max_tokens)
 
-    async def respond(request: Request, body: Body, prompt_ids: Sequence[int], max_tokens: int | None) -> Response:
+    async def respond(request: Request, body: Body, prompts: Sequence[Sequence[int]], max_tokens: int | None) -> Response:
         is_chat = isinstance(body, ChatBody)
         _check_model(body.model or model_name, model_name)
-        room = _room(prompt_ids, engine, "messages" if is_chat else "prompt")
-        params = _sampling(body, min(max_tokens or room, room))
         request_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        asks: list[Ask] = []
         try:
-            stream = await thread.submit(request_id, prompt_ids, params)
+            for prompt_ids in prompts:
+                room = _room(prompt_ids, engine, "messages" if is_chat else "prompt")
+                for params in _sampling(body, min(max_tokens or room, room)).choices(body.n or 1):
+                    asks.append(Ask(f"{request_id}-{len(asks)}", prompt_ids, params))
+            stream = await thread.submit(asks)
         except UserError as error:
             raise ApiError(400, str(error)) from error
         except EngineGone as error:
             raise ApiError(503, str(error)) from error
-        pieces = deltas(thread, stream, AnswerText(engine.target.tokenizer, body.stops))
-        reply = new_reply(request_id, model_name, is_chat, len(prompt_ids))
+        tokenizer = engine.target.tokenizer
+        pieces = deltas(thread, stream, [AnswerText(tokenizer, body.stops) for _ in asks])
+        logprobs = None if body.wanted_logprobs is None else partial(chat_logprobs if is_chat else completion_logprobs, tokenizer)
+        reply = new_reply(request_id, model_name, is_chat, sum(map(len, prompts)), len(asks), logprobs)
         if body.stream:
             return StreamingResponse(events(reply, pieces, body.include_usage), media_type="text/event-stream", headers=STREAM_HEADERS)
         answer = await _unless_disconnected(request, asyncio.ensure_future(whole_answer(reply, pieces)))
@@ -101,20 +108,21 @@ async def _disconnection(request: Request) -> None:
         pass
 
 
-def _prompt_ids(prompt: str | list[str] | list[int] | list[list[int]], engine: Engine) -> list[int]:
-    """Token ids of the one prompt of a completion."""
-    one: Any = prompt
-    if isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int)):
-        if len(prompt) != 1:
-            raise ApiError(400, f"prompt holds {len(prompt)} prompts: send one in each request", "prompt", "invalid_value")
-        one = prompt[0]
-    if isinstance(one, str):
-        return engine.target.tokenizer(one)["input_ids"] if one else []
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]], engine: Engine) -> list[list[int]]:
+    """Token ids of each prompt of a completion."""
+    several: list[Any] = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+    if len(several) > MOST_PROMPTS:
+        raise ApiError(400, f"prompt holds {len(several)} prompts: give at most {MOST_PROMPTS}", "prompt", "invalid_value")
     vocab_size = engine.target.facts.vocab_size
-    wrong = [token for token in one if not 0 <= token < vocab_size]
-    if wrong:
-        raise ApiError(400, f"prompt holds the token id {wrong[0]}: ids of this model are 0..{vocab_size - 1}", "prompt", "invalid_value")
-    return one
+    result = []
+    for one in several:
+        ids = (engine.target.tokenizer(one)["input_ids"] if one else []) if isinstance(one, str) else one
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                message = f"prompt holds the token id {token}: ids of this model are 0..{vocab_size - 1}"
+                raise ApiError(400, message, "prompt", "invalid_value")
+        result.append(ids)
+    return result
 
 
 def _room(prompt_ids: Sequence[int], engine: Engine, field: str) -> int:
@@ -142,6 +150,9 @@ def _sampling(body: Body, max_new_tokens: int) -> SamplingParams:
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=body.repetition_penalty or 1.0,
         logit_bias=body.biases,
+        stop=body.stops,
+        logprobs=body.wanted_logprobs,
+        grammar=grammar_of(body),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
     )

@@ -15,7 +15,8 @@ from drafters.errors import UserError
 
 if TYPE_CHECKING:
     from infer.engine import Engine
-    from infer.request import FinishReason, SamplingParams
+    from infer.kernels.logprobs import TokenLogprob
+    from infer.request import FinishReason, RequestOutput, SamplingParams
 
 log = logging.getLogger(__name__)
 REST = 1.0  # seconds between two looks of an idle engine at its draft process
@@ -25,18 +26,28 @@ class EngineGone(Exception):
     """The engine has ended, by a failure or because the server stops."""
 
 
-class Tokens(NamedTuple):
-    """What a round gave one request."""
+class Ask(NamedTuple):
+    """A request as the engine takes it."""
 
+    request_id: str
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+
+
+class Tokens(NamedTuple):
+    """What a round gave one of a stream's requests, `choice` of them; log-probabilities where they were asked for."""
+
+    choice: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
 class TokenStream:
-    """One request's tokens, as the event loop reads them."""
+    """The tokens of requests that are answered together, as the event loop reads them."""
 
-    request_id: str
+    request_ids: tuple[str, ...]
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     items: asyncio.Queue[Tokens | Exception] = field(default_factory=asyncio.Queue)
     accepted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -46,11 +57,11 @@ class TokenStream:
         self._call(self.items.put_nowait, item)
 
     def accept(self) -> None:
-        """From the engine's thread: the request is queued."""
+        """From the engine's thread: the requests are queued."""
         self._call(self._resolve, None)
 
     def refuse(self, error: Exception) -> None:
-        """From the engine's thread: the request is not queued, or nothing more will come."""
+        """From the engine's thread: the requests are not queued, or nothing more will come."""
         self._call(self._resolve, error)
         self.put(error)
 
@@ -67,14 +78,30 @@ class TokenStream:
             self.loop.call_soon_threadsafe(function, argument)
 
     async def read(self) -> AsyncGenerator[Tokens, None]:
-        """Tokens round by round, the last ones with a finish reason. Raises `EngineGone` where the engine ends before."""
-        while True:
+        """Tokens round by round, the last ones of each request with a finish reason. Raises `EngineGone` where the engine ends before."""
+        running = len(self.request_ids)
+        while running:
             item = await self.items.get()
             if isinstance(item, Exception):
                 raise item
             yield item
-            if item.finish_reason is not None:
-                return
+            running -= item.finish_reason is not None
+
+
+@dataclass
+class Listener:
+    """Who gets the tokens of one request, and how many went there already."""
+
+    stream: TokenStream
+    choice: int
+    delivered: int = 0
+
+    def deliver(self, output: RequestOutput) -> None:
+        """From the engine's thread, between two steps."""
+        start = self.delivered
+        self.delivered += len(output.new_token_ids)
+        logprobs = tuple(output.request.logprobs[start : self.delivered])
+        self.stream.put(Tokens(self.choice, output.new_token_ids, output.finish_reason, logprobs))
 
 
 class EngineThread:
@@ -83,7 +110,7 @@ class EngineThread:
     def __init__(self, launch: Callable[[], Engine]) -> None:
         self._launch = launch
         self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, TokenStream] = {}
+        self._listeners: dict[str, Listener] = {}
         self._lock = threading.Lock()
         self._open = True
         self._ready: Future[Engine] = Future()
@@ -99,15 +126,20 @@ class EngineThread:
         """Whether requests are served."""
         return self._open and self._thread.is_alive()
 
-    async def submit(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> TokenStream:
-        """Queue a request. Raises `UserError` where the engine refuses it, `EngineGone` where there is no engine."""
-        stream = TokenStream(request_id)
+    async def submit(self, asks: Sequence[Ask]) -> TokenStream:
+        """Queue requests, all or none. Raises `UserError` where the engine refuses one, `EngineGone` where there is no engine."""
+        stream = TokenStream(tuple(ask.request_id for ask in asks))
 
         def on_engine(engine: Engine) -> None:
+            queued = []
             try:
-                engine.submit(prompt_ids, params, request_id)
+                for ask in asks:
+                    queued.append(engine.submit(ask.prompt_ids, ask.params, ask.request_id))
             except UserError as error:
-                self._forget(request_id)
+                for request_id in stream.request_ids:
+                    self._forget(request_id)
+                for request_id in queued:
+                    engine.cancel(request_id)
                 stream.refuse(error)
             else:
                 stream.accept()
@@ -115,19 +147,20 @@ class EngineThread:
         with self._lock:
             if not self._open:
                 raise EngineGone("the engine has ended")
-            self._streams[request_id] = stream
+            self._listeners.update({request_id: Listener(stream, choice) for choice, request_id in enumerate(stream.request_ids)})
             self._inbox.put(on_engine)
         try:
             await stream.accepted
         except asyncio.CancelledError:
-            self.cancel(request_id)
+            self.cancel(stream)
             raise
         return stream
 
-    def cancel(self, request_id: str) -> None:
-        """End a request that nobody reads any more; one that has ended is ignored."""
-        if self._forget(request_id):
-            self._inbox.put(lambda engine: engine.cancel(request_id))
+    def cancel(self, stream: TokenStream) -> None:
+        """End requests that nobody reads any more; those that have ended are ignored."""
+        for request_id in stream.request_ids:
+            if self._forget(request_id):
+                self._inbox.put(lambda engine, request_id=request_id: engine.cancel(request_id))
 
     def close(self) -> None:
         """Close the engine; requests that still run get `EngineGone`."""
@@ -151,9 +184,9 @@ class EngineThread:
         finally:
             with self._lock:
                 self._open = False
-                for stream in self._streams.values():
+                for stream in {id(listener.stream): listener.stream for listener in self._listeners.values()}.values():
                     stream.refuse(EngineGone("the engine has ended"))
-                self._streams.clear()
+                self._listeners.clear()
 
     def _serve(self, engine: Engine) -> None:
         while True:
@@ -167,13 +200,11 @@ class EngineThread:
                     return
                 command(engine)
             for output in engine.step():
-                self._deliver(output.request_id, Tokens(output.new_token_ids, output.finish_reason))
+                ended = output.finish_reason is not None
+                listener = self._forget(output.request_id) if ended else self._listeners.get(output.request_id)
+                if listener is not None:
+                    listener.deliver(output)
 
-    def _deliver(self, request_id: str, tokens: Tokens) -> None:
-        stream = self._streams.get(request_id) if tokens.finish_reason is None else self._forget(request_id)
-        if stream is not None:
-            stream.put(tokens)
-
-    def _forget(self, request_id: str) -> TokenStream | None:
+    def _forget(self, request_id: str) -> Listener | None:
         with self._lock:
-            return self._streams.pop(request_id, None)
+            return self._listeners.pop(request_id, None)

@@ -14,6 +14,7 @@ from drafters.targets import Target
 from infer.config import EngineSettings, Mode
 from infer.launch import launch
 from infer.request import FinishReason, Request, SamplingParams, Source
+from infer.text import REPLACEMENT, decode
 from tests.trained import drain, random_prompts, run, trained_pair
 
 NEW = 32
@@ -113,6 +114,25 @@ def test_a_stop_token_ends_the_answer_wherever_it_was_accepted(
         params = SamplingParams(max_new_tokens=NEW, stop_token_ids=(stop,))
         request = run(_settings(pair), Mode.SSD, pair[0], prompts[:1], params)[0]
         assert request.new_tokens == expected[0][: first + 1] and request.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("mode", [Mode.SD, Mode.SSD])
+def test_stop_strings_cut_tokens_and_log_probabilities_wherever_they_were_accepted(
+    pair: tuple[Target, Path], prompts: list[list[int]], expected: list[list[int]], mode: Mode
+) -> None:
+    """Strings of two characters, from every place of the answer where there is one: early, late, over two rounds."""
+    tokenizer, tokens = pair[0].tokenizer, expected[0]
+    texts = [decode(tokenizer, tokens[:n]) for n in range(len(tokens) + 1)]
+    stops = {text for text in (texts[-1][i : i + 2] for i in range(len(texts[-1]) - 1)) if REPLACEMENT not in text}
+    assert len(stops) > 5
+    with launch(_settings(pair, batch_size=16), mode, pair[0], in_process=True) as engine:
+        asked = {engine.submit(prompts[0], SamplingParams(NEW, stop=("never", stop), logprobs=0)): stop for stop in stops}
+        ended = drain(engine)
+    for name, stop in asked.items():
+        cut = next(n for n, text in enumerate(texts) if stop in text)
+        assert ended[name].new_tokens == tokens[:cut] == [own.token for own in ended[name].logprobs]
+        assert ended[name].finish_reason is FinishReason.STOP
+    assert any(r.accepted for request in ended.values() for r in request.rounds)
 
 
 @pytest.mark.parametrize("length", range(8, 17))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import signal
 import sys
 from pathlib import Path
@@ -62,6 +63,33 @@ def test_a_seed_repeats_a_sampled_answer_and_another_does_not(recipe: Path, caps
     first, again, other = (json_of(capsys, *ask, seed)["token_ids"] for seed in (5, 5, 6))
     assert first == again
     assert first != other
+
+
+def test_several_answers_have_seeds_of_their_own(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ("--recipe", recipe, "--prompt", "Hi", "--max-new-tokens", 8, "--mode", "sd", "--temperature", 1, "--seed", 5)
+    answers = json_of(capsys, *ask, "--n", 3)["answers"]
+    assert len({tuple(answer["token_ids"]) for answer in answers}) == 3
+    assert answers[0]["token_ids"] == json_of(capsys, *ask)["token_ids"]
+
+
+def test_penalties_bias_stop_strings_and_log_probabilities_are_heeded(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ("--recipe", recipe, "--prompt", "Hi", "--max-new-tokens", 8, "--mode", "ar")
+    letter = target_of(recipe).tokenizer.convert_tokens_to_ids("x")
+    assert json_of(capsys, *ask, "--logit-bias", f"{letter}:100")["text"] == "xxxxxxxx"
+    penalised = json_of(capsys, *ask, "--logit-bias", f"{letter}:20", "--presence-penalty", 2, "--frequency-penalty", 2)["text"]
+    assert penalised.startswith("x") and penalised != "xxxxxxxx"
+    cut = json_of(capsys, *ask, "--logit-bias", f"{letter}:100", "--stop", "never", "--stop", "xxx", "--logprobs", 2)
+    assert (cut["text"], cut["new_tokens"], cut["finish_reason"]) == ("", 3, "stop")
+    assert [(own["token"], len(own["top"])) for own in cut["logprobs"]] == [(letter, 2)] * 3
+
+
+def test_answers_follow_a_regular_expression_or_a_schema(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ("--recipe", recipe, "--prompt", "Hi", "--max-new-tokens", 60, "--mode", "sd")
+    assert re.fullmatch("[ab]{5}", json_of(capsys, *ask, "--regex", "[ab]{5}")["text"])
+    schema = '{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": false}'
+    (tmp_path / "schema.json").write_text(schema)
+    for given in (schema, tmp_path / "schema.json"):
+        assert isinstance(json.loads(json_of(capsys, *ask, "--json-schema", given)["text"])["ok"], bool)
 
 
 class Conversation:
@@ -141,6 +169,11 @@ def test_ctrl_c_without_a_chat_ends_the_command(recipe: Path, monkeypatch: pytes
         (["--prompt", "x", "--max-new-tokens", "0", "--mode", "ar"], "max_new_tokens = 0"),
         (["--prompt", "x", "--temperature", "-1", "--mode", "ar"], "temperature = -1.0"),
         (["--json"], "--json needs a --prompt"),
+        (["--prompt", "x", "--logprobs", "2"], "--logprobs needs --json"),
+        (["--prompt", "x", "--n", "0"], "--n 0: give at least 1"),
+        (["--prompt", "x", "--logit-bias", "a:b"], "--logit-bias a:b: write it as ID:BIAS"),
+        (["--prompt", "x", "--regex", "(a"], "the regular expression"),
+        (["--prompt", "x", "--json-schema", "nowhere.json"], "--json-schema nowhere.json: cannot read that file"),
         (["--prompt", "x", "--mode", "ar", "target=nowhere"], "nowhere"),
     ],
 )

@@ -119,3 +119,12 @@ def test_the_example_of_the_docstring_runs(recipe: Path, capsys: pytest.CaptureF
     exec(compile(example, "the example", "exec"), {})
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) >= 4
+
+
+def test_a_stop_string_cuts_text_tokens_and_log_probabilities(llm: LLM) -> None:
+    letter = llm.engine.target.tokenizer.convert_tokens_to_ids("x")
+    params = SamplingParams(max_new_tokens=12, logit_bias=((letter, 100.0),), stop=("never", "xxx"), logprobs=1)
+    answer = llm.generate("abc", params)
+    assert (answer.text, answer.token_ids, answer.finish_reason) == ("", (letter,) * 3, "stop")
+    assert [own.token for own in answer.logprobs] == [letter] * 3 and all(own.logprob < 0 for own in answer.logprobs)
+    assert "".join(piece.text for piece in llm.stream("abc", params)) == ""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from drafters.errors import UserError
-from infer.request import FinishReason, Request, SamplingParams, check_token_ids
+from drafters.targets import load_target
+from infer.grammar import Grammars, Vocabulary
+from infer.kernels.logprobs import TokenLogprob
+from infer.request import FinishReason, Request, SamplingParams, check_token_ids, new_request
+from infer.text import AnswerText
+from tests.tiny import save_tiny_target, tiny_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -22,6 +29,8 @@ from infer.request import FinishReason, Request, SamplingParams, check_token_ids
         ({"presence_penalty": 2.5}, "presence_penalty = 2.5"),
         ({"frequency_penalty": -3}, "frequency_penalty = -3"),
         ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0"),
+        ({"logprobs": 21}, "logprobs = 21"),
+        ({"stop": ("a", "")}, "stop = "),
         ({"logit_bias": ((3, 101.0),)}, "logit_bias of token 3 = 101.0"),
         ({"logit_bias": ((3, 1.0), (3, 2.0))}, "name each token once"),
     ],
@@ -68,3 +77,55 @@ def test_a_round_is_trimmed_at_the_first_stop_and_at_the_limit(
     request = Request("r", (1, 2), SamplingParams(), frozenset({9}), 2 + limit, [1, 2])
     assert request.commit(tokens) == kept == request.new_tokens
     assert request.finish_reason is reason
+
+
+TEXT = "one EN two END three END"
+IDS = tiny_tokenizer()(TEXT)["input_ids"]  # one token a character
+LAST = TEXT.index("END") + len("END")  # tokens up to the one that completes the stop string
+
+
+def _watched(limit: int) -> Request:
+    watch = AnswerText(tiny_tokenizer(), ("never", "END"))
+    return Request("r", (1, 2), SamplingParams(logprobs=0), frozenset({0}), 2 + limit, [1, 2], watch)
+
+
+@pytest.mark.parametrize("size", range(1, 17))
+def test_a_stop_string_ends_the_answer_wherever_a_round_ends(size: int) -> None:
+    """Early in a large block, over the border of two rounds, over three: the same tokens and log-probabilities."""
+    request = _watched(limit=len(IDS))
+    logprobs = [TokenLogprob(token, -float(i)) for i, token in enumerate(IDS)]
+    kept: list[int] = []
+    for start in range(0, len(IDS), size):
+        if request.finish_reason is None:
+            kept += request.commit(IDS[start : start + size], logprobs[start : start + size])
+    assert kept == request.new_tokens == IDS[:LAST]
+    assert request.logprobs == logprobs[:LAST]
+    assert request.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize(("limit", "reason"), [(LAST - 1, FinishReason.LENGTH), (LAST, FinishReason.STOP), (LAST + 1, FinishReason.STOP)])
+def test_a_stop_string_at_the_limit(limit: int, reason: FinishReason) -> None:
+    request = _watched(limit)
+    assert request.commit(IDS) == IDS[: min(limit, LAST)]
+    assert request.finish_reason is reason
+
+
+def test_a_special_token_given_as_a_stop_string_stops_as_a_token_and_as_text(tmp_path: Path) -> None:
+    target = load_target(str(save_tiny_target(tmp_path)), "float32")
+    grammars = Grammars(partial(Vocabulary.of, target))
+    im_start = target.tokenizer.convert_tokens_to_ids("<|im_start|>")
+
+    def new() -> Request:
+        return new_request("r", [5], SamplingParams(stop=("<|im_start|>", "x"), ignore_eos=True), 99, target, grammars)
+
+    assert (request := new()).stop_ids == {im_start}
+    assert request.commit([7, im_start, 9]) == [7, im_start]
+    spelled = [target.tokenizer.convert_tokens_to_ids(char) for char in "<|im_start|>"]
+    assert new().commit([7, *spelled, 9]) == [7, *spelled]
+
+
+def test_choices_have_seeds_of_their_own_that_follow_from_the_first() -> None:
+    seeds = [params.seed for params in SamplingParams(temperature=1.0, seed=7).choices(5)]
+    assert seeds[0] == 7 and len(set(seeds)) == 5
+    assert seeds[:3] == [params.seed for params in SamplingParams(temperature=1.0, seed=7).choices(3)]
+    assert [params.seed for params in SamplingParams(temperature=1.0).choices(2)] == [None, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -185,6 +186,113 @@ def test_a_stop_string_cuts_text_and_usage_at_the_same_token(served: Served, alo
     wait_until(lambda: not served.engine.has_work)  # what a stop string ends does not run on
 
 
+def _streamed(chunks: Any, choice: int) -> tuple[str, list[Any], str | None]:
+    """Text, log-probability entries and finish reason of one choice of a streamed chat."""
+    own = [c for chunk in chunks for c in chunk.choices if c.index == choice]
+    entries = [entry for c in own if c.logprobs for entry in c.logprobs.content]
+    return "".join(c.delta.content or "" for c in own), entries, own[-1].finish_reason
+
+
+def test_log_probabilities_of_a_chat_streamed_and_whole(served: Served, alone: Callable[..., list[int]]) -> None:
+    ask: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 20, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    whole = served.client.chat.completions.create(**ask).choices[0]
+    tokens = alone(max_new_tokens=20)
+    assert whole.logprobs is not None and whole.logprobs.content is not None
+    special = served.engine.target.tokenizer.all_special_tokens  # they have an entry, and no text
+    raw = bytes(byte for entry in whole.logprobs.content if entry.token not in special for byte in entry.bytes or [])
+    assert raw.decode("utf-8", "replace") == text_of(served, tokens)
+    assert all(entry.logprob < 0 and entry.top_logprobs[0].token == entry.token for entry in whole.logprobs.content)  # greedy
+    assert all(entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob for entry in whole.logprobs.content)
+    text, entries, reason = _streamed(list(served.client.chat.completions.create(**ask, stream=True)), 0)
+    assert (text, reason) == (whole.message.content, whole.finish_reason)
+    assert entries == whole.logprobs.content
+
+
+def test_log_probabilities_of_a_completion(served: Served) -> None:
+    answer = served.client.completions.create(model="tiny", prompt="abc", max_tokens=12, temperature=1, seed=5, logprobs=2)
+    got = answer.choices[0].logprobs
+    assert got is not None and got.tokens and got.token_logprobs and got.top_logprobs and got.text_offset
+    assert len(got.tokens) == len(got.token_logprobs) == len(got.top_logprobs) == len(got.text_offset) == 12
+    for token, logprob, top in zip(got.tokens, got.token_logprobs, got.top_logprobs, strict=True):
+        assert top[token] == logprob and 2 <= len(top) <= 3
+        assert logprob <= max(top.values())
+    text = answer.choices[0].text
+    ends = [*got.text_offset[1:], len(text)]
+    for token, start, end in zip(got.tokens, got.text_offset, ends, strict=True):
+        assert token.startswith("bytes:") or text[start:end].lstrip("\ufffd") == token  # broken characters appear with what follows
+
+
+def test_a_stop_string_trims_tokens_log_probabilities_and_usage_alike(served: Served, alone: Callable[..., list[int]]) -> None:
+    tokens = alone()
+    text = text_of(served, tokens)
+    stop = next(text[i : i + 2] for i in range(6, len(text)) if "\ufffd" not in text[i : i + 2] and text.index(text[i : i + 2]) == i)
+    needed = next(n for n in range(len(tokens)) if stop in text_of(served, tokens[:n]))
+    ask: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 30, "temperature": 0, "stop": stop, "logprobs": True}
+    answer = served.client.chat.completions.create(**ask)
+    entries = answer.choices[0].logprobs.content if answer.choices[0].logprobs else None
+    assert answer.usage is not None and entries is not None
+    assert len(entries) == answer.usage.completion_tokens == needed
+    assert _streamed(list(served.client.chat.completions.create(**ask, stream=True)), 0) == (text[: text.index(stop)], entries, "stop")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_greedy_choices_are_identical_and_sampled_ones_have_their_own_seeds(served: Served, streams: bool) -> None:
+    def answers(n: int, **options: Any) -> tuple[list[str], Any]:
+        ask: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 12, "n": n, **options}
+        if not streams:
+            whole = served.client.chat.completions.create(**ask)
+            assert [choice.index for choice in whole.choices] == list(range(n))
+            return [choice.message.content or "" for choice in whole.choices], whole.usage
+        chunks = list(served.client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+        return [_streamed(chunks, i)[0] for i in range(n)], chunks[-1].usage
+
+    greedy, usage = answers(3, temperature=0)
+    assert len(set(greedy)) == 1
+    prompt_tokens = len(render_prompt(HELLO, served.engine.target.tokenizer))
+    assert (usage.prompt_tokens, usage.completion_tokens) == (prompt_tokens, 36)  # the prompt once, every answer
+    sampled, _ = answers(6, seed=3)  # more than the batch holds
+    assert len(set(sampled)) == 6
+    assert sampled[:1] == answers(1, seed=3)[0] and sampled[:2] == answers(2, seed=3)[0]
+
+
+def test_several_prompts_in_one_completion(served: Served) -> None:
+    one = [served.client.completions.create(model="tiny", prompt=p, max_tokens=8, temperature=0).choices[0].text for p in ("ab", "xyz")]
+    both = served.client.completions.create(model="tiny", prompt=["ab", "xyz"], max_tokens=8, temperature=0, n=2)
+    assert [choice.text for choice in both.choices] == [one[0], one[0], one[1], one[1]]
+    assert both.usage is not None and (both.usage.prompt_tokens, both.usage.completion_tokens) == (5, 32)
+
+
+def test_one_refused_choice_leaves_none_running(served: Served) -> None:
+    body = {"prompt": ["ab", "xyz"], "max_tokens": 8, "logit_bias": {"9999": 1}}
+    assert httpx.post(f"{served.url}/v1/completions", json=body).status_code == 400
+    wait_until(lambda: not served.engine.has_work)
+
+
+def test_penalties_and_bias_reach_the_engine(served: Served, alone: Callable[..., list[int]]) -> None:
+    expected = alone(presence_penalty=1.5, repetition_penalty=1.2, logit_bias=((40, 5.0),))
+    ask: Any = {"max_tokens": 30, "temperature": 0, "presence_penalty": 1.5, "logit_bias": {"40": 5}}
+    answer = served.client.chat.completions.create(model="tiny", messages=HELLO, **ask, extra_body={"repetition_penalty": 1.2})
+    assert answer.choices[0].message.content == text_of(served, expected) != text_of(served, alone())
+
+
+def test_answers_with_a_grammar_follow_it(served: Served) -> None:
+    create: Any = served.client.chat.completions.create
+    ask: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 120}
+
+    def content(**options: Any) -> str:
+        choice = create(**ask, **options).choices[0]
+        assert choice.finish_reason == "stop"
+        return choice.message.content
+
+    assert content(extra_body={"guided_choice": ["yes", "no"]}) in ("yes", "no")
+    assert re.fullmatch("[0-9]{3}(-[0-9]{2}){2}", content(seed=1, extra_body={"guided_regex": "[0-9]{3}(-[0-9]{2}){2}"}))
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    assert isinstance(json.loads(content(seed=2, response_format=wanted))["ok"], bool)
+    chunks = list(create(**ask, seed=2, response_format=wanted, stream=True, n=2))
+    assert all(isinstance(json.loads(_streamed(chunks, i)[0])["ok"], bool) for i in (0, 1))
+
+
 def test_seeds_repeat_and_requests_without_one_differ(served: Served) -> None:
     def answer(**options: Any) -> str:
         return served.client.completions.create(model="tiny", prompt="abc", max_tokens=24, **options).choices[0].text
@@ -227,7 +335,8 @@ def test_an_answer_ends_with_the_context(served: Served) -> None:
     [
         ("completions", {"prompt": ""}, "prompt", "prompt is empty"),
         ("completions", {"prompt": []}, "prompt", "prompt"),
-        ("completions", {"prompt": ["a", "b"]}, "prompt", "one in each request"),
+        ("completions", {"prompt": ["a"] * 129}, "prompt", "at most 128"),
+        ("completions", {"prompt": ["a", ""]}, "prompt", "prompt is empty"),
         ("completions", {"prompt": [7, 9999]}, "prompt", "token id 9999"),
         ("completions", {"prompt": "x" * 160}, "prompt", "160 tokens"),
         ("chat/completions", {"messages": [{"role": "user", "content": "x" * 200}]}, "messages", "the context holds 160"),
@@ -242,9 +351,12 @@ def test_an_answer_ends_with_the_context(served: Served) -> None:
         ("completions", {"prompt": "a", "seed": "x"}, "seed", "seed"),
         ("completions", {"prompt": "a", "stop": [""]}, "stop", "none of them empty"),
         ("completions", {"prompt": "a", "temprature": 1}, "temprature", "did you mean 'temperature'?"),
-        ("completions", {"prompt": "a", "n": 2}, "n", "n = 2 is not supported"),
-        ("completions", {"prompt": "a", "logprobs": 1}, "logprobs", "logprobs = 1 is not supported"),
-        ("completions", {"prompt": "a", "logprobs": 0}, "logprobs", "logprobs = 0 is not supported"),
+        ("completions", {"prompt": "a", "n": 0}, "n", "n = 0"),
+        ("completions", {"prompt": "a", "best_of": 2}, "best_of", "best_of = 2 is not supported"),
+        ("completions", {"prompt": "a", "logprobs": 21}, "logprobs", "give 0..20"),
+        ("completions", {"prompt": "a", "logprobs": True}, "logprobs", "logprobs = true"),
+        ("chat/completions", {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs = 21"),
+        ("chat/completions", {"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
         ("completions", {"prompt": "a", "presence_penalty": 2.5}, "presence_penalty", "presence_penalty = 2.5"),
         ("completions", {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "repetition_penalty = 0"),
         ("completions", {"prompt": "a", "min_p": 2}, "min_p", "min_p = 2"),
@@ -252,7 +364,13 @@ def test_an_answer_ends_with_the_context(served: Served) -> None:
         ("completions", {"prompt": "a", "logit_bias": {"9999": 1}}, None, "token ids of this target, 0..258"),
         ("completions", {"prompt": "a", "stop_token_ids": [-1]}, None, "stop_token_ids = -1"),
         ("chat/completions", {"messages": HELLO, "tools": [{"type": "function"}]}, "tools", "tools = "),
-        ("chat/completions", {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ("chat/completions", {"messages": HELLO, "response_format": {"type": "xml"}}, "response_format.type", "xml"),
+        ("chat/completions", {"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format", "json_schema has to"),
+        ("completions", {"prompt": "a", "guided_regex": "(a"}, "guided_regex", "cannot be used"),
+        ("completions", {"prompt": "a", "guided_json": {"type": "nothing"}}, "guided_json", "cannot be used"),
+        ("completions", {"prompt": "a", "guided_choice": ["x", ""]}, "guided_choice", "none of them empty"),
+        ("completions", {"prompt": "a", "guided_choice": ["x"], "guided_regex": "x"}, "guided_choice", "give one of them"),
+        ("completions", {"prompt": "a", "guided_regex": "x", "ignore_eos": True}, None, "ignore_eos"),
     ],
 )
 def test_errors_name_the_field(served: Served, path: str, body: dict[str, Any], param: str | None, message: str) -> None:
@@ -280,13 +398,13 @@ def test_other_errors_have_the_same_shape(served: Served) -> None:
 
 
 def test_neutral_values_of_unsupported_fields_pass() -> None:
-    body = parse_body(CompletionBody, json.dumps({"prompt": "a", "n": 1, "logprobs": None, "user": "me", "presence_penalty": 0.0}).encode())
+    body = parse_body(CompletionBody, json.dumps({"prompt": "a", "best_of": 1, "logprobs": False, "user": "me", "echo": False}).encode())
     assert body.prompt == "a"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     chat = parse_body(ChatBody, json.dumps({"messages": [{"role": "developer", "content": parts}], "tools": []}).encode())
     assert chat.messages[0].plain == {"role": "system", "content": "ab"}
     with pytest.raises(ApiError, match="not supported"):
-        parse_body(CompletionBody, b'{"prompt": "a", "n": 0}')
+        parse_body(CompletionBody, b'{"prompt": "a", "best_of": 0}')
 
 
 def test_an_engine_that_fails_is_an_error_at_once_and_a_503_afterwards(recipe: Path) -> None:

@@ -5,6 +5,7 @@ In fp32, where tokens are equal unless two logits are closer than rounding: that
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Sequence
@@ -22,8 +23,10 @@ from drafters.target_files import resolve_target
 from drafters.targets import Target, load_target
 from infer.config import EngineSettings, Mode
 from infer.engine import Engine
+from infer.grammar import json_grammar
 from infer.launch import launch
 from infer.request import Request, SamplingParams, Source
+from tests.trained import drain
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGET = "builtin:smollm2-135m"
@@ -128,6 +131,47 @@ def test_a_killed_draft_process_changes_no_token(target: Target, plain: Any, pro
     for prompt, request, tokens in zip(prompts, requests, expected, strict=True):
         assert_same_answer(plain, prompt, request.new_tokens, tokens)
     assert {Source.ALONE} < {record.source for record in requests[0].rounds}, "it drafted before, and not at once after"
+
+
+@needs_drafter
+@pytest.mark.parametrize("mode", [Mode.AR, Mode.SSD])
+def test_log_probabilities_are_those_of_transformers(target: Target, plain: Any, prompts: list[list[int]], mode: Mode) -> None:
+    asked = [SamplingParams(NEW, logprobs=5), SamplingParams(NEW, logprobs=5, temperature=1.0, top_p=0.9, presence_penalty=1.0, seed=1)]
+    with _engine(target, mode, batch_size=2) as engine:
+        names = [engine.submit(prompts[0], params) for params in asked]
+        ended = drain(engine)
+    assert mode is Mode.AR or any(record.accepted for name in names for record in ended[name].rounds)
+    for request in map(ended.__getitem__, names):
+        with torch.no_grad():
+            log_p = plain(torch.tensor([request.tokens])).logits[0, len(request.prompt_ids) - 1 : -1].log_softmax(-1)
+        chosen = log_p.gather(-1, torch.tensor(request.new_tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor([own.logprob for own in request.logprobs]), chosen, atol=1e-4, rtol=0)
+        top = torch.tensor([[value for _, value in own.top] for own in request.logprobs])
+        torch.testing.assert_close(top, log_p.topk(5).values, atol=1e-4, rtol=0)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"title": {"type": "string", "maxLength": 30}, "parts": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}},
+    "required": ["title", "parts"],
+    "additionalProperties": False,
+}
+
+
+@needs_drafter
+def test_constrained_answers_are_the_same_in_every_mode_and_follow_their_schema(target: Target, prompts: list[list[int]]) -> None:
+    """Tokens of many characters, of which some end one part of the value and begin the next."""
+    answers = []
+    for mode in Mode:
+        with _engine(target, mode, batch_size=3) as engine:
+            names = [engine.submit(prompt, SamplingParams(80, grammar=json_grammar(SCHEMA))) for prompt in prompts[:3]]
+            ended = drain(engine)
+        answers.append([ended[name].new_tokens for name in names])
+        assert mode is Mode.AR or any(record.accepted > 1 for request in ended.values() for record in request.rounds)
+    assert answers[0] == answers[1] == answers[2]
+    for tokens in answers[0]:
+        value = json.loads(target.tokenizer.decode(tokens, skip_special_tokens=True))
+        assert isinstance(value["title"], str) and all(isinstance(part, int) for part in value["parts"])
 
 
 def test_no_shipped_prompt_is_in_the_corpus() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
-from infer.text import REPLACEMENT, AnswerText, Detokenizer, decode, first_stop, held_length
+from infer.text import REPLACEMENT, AnswerText, Detokenizer, decode, first_stop, held_length, token_bytes
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -97,3 +99,21 @@ def test_first_stop(text: str, stop: list[str], start: int | None) -> None:
 )
 def test_held_length(text: str, stop: list[str], length: int) -> None:
     assert held_length(text, stop) == length
+
+
+def test_the_bytes_of_single_tokens_make_the_text() -> None:
+    text = "naïve 😀 <\x00>\n"
+    assert b"".join(token_bytes(TOKENIZER, token) for token in ids_of(text)) == text.encode()
+    assert token_bytes(TOKENIZER, END) == b"<|im_end|>"
+    alphabet = [token for token in range(len(TOKENIZER)) if token not in TOKENIZER.all_special_ids]
+    assert {token_bytes(TOKENIZER, token) for token in alphabet} == {bytes([byte]) for byte in range(256)}
+
+
+def test_the_bytes_of_single_tokens_where_a_decoder_strips_spaces() -> None:
+    """As in Llama-2: U+2581 is a space, bytes are named, and the first space of a text is dropped."""
+    vocab = {"<unk>": 0, "\u2581the": 1, "the": 2, "<0xC3>": 3, "<0xA9>": 4}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    assert [token_bytes(fast, token) for token in (1, 2, 3, 4)] == [b" the", b"the", b"\xc3", b"\xa9"]
