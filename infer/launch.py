@@ -69,10 +69,14 @@ def _load_drafter(settings: EngineSettings, target: Target) -> LoadedDrafter:
     if settings.drafter is None:
         raise UserError("setting 'drafter' is missing: modes sd and ssd need drafter=DIRECTORY; mode ar works without")
     loaded = load_drafter(settings.drafter, target.facts, target.embed_weight, DTYPES[settings.dtype], target.device)
-    for warning in loaded.warnings + [
+    warnings = loaded.warnings + [
         f"drafter {settings.drafter} was trained with other chat template options (template.{difference}): expect lower acceptance"
         for difference in differences(loaded.card.template_options, settings.template.recorded())
-    ]:
+    ]
+    if settings.max_model_len > (trained := loaded.card.trained_length):
+        beyond = f"expect lower acceptance beyond (max_model_len = {settings.max_model_len})"
+        warnings.append(f"drafter {settings.drafter} was trained on texts of at most {trained} tokens: {beyond}")
+    for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return loaded
 

@@ -1,4 +1,4 @@
-"""Options of the chat template reach what serving feeds the target, and a drafter trained with others is warned of."""
+"""Options of the chat template reach what serving feeds the target; a drafter trained with others, or on shorter texts, is warned of."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_recipe(tmp_path_factory.mktemp("recipe"))
     (path.parent / "target" / "chat_template.jinja").write_text(QWEN3)
     drafter = path.parent / "tiny-eagle3"
-    update = {"template_options": {"enable_thinking": False}, "template_hash": target_of(path).facts.template_hash}
+    facts = target_of(path).facts
+    update = {"template_options": {"enable_thinking": False}, "template_hash": facts.template_hash, "trained_length": 100}
     write_card(drafter, read_card(drafter).model_copy(update=update))
     return path
 
@@ -39,6 +40,13 @@ def test_serving_with_other_options_than_training_warns(recipe: Path, capsys: py
     for option, warns in (("template.enable_thinking=true", True), ("template.enable_thinking=false", False)):
         launch(load_settings(EngineSettings, recipe, [option]), Mode.SD, target_of(recipe)).close()
         assert ("template.enable_thinking was False, is True now): expect lower acceptance" in capsys.readouterr().err) == warns
+
+
+def test_serving_longer_texts_than_training_warns(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fault 3."""
+    for longest, warns in ((100, False), (101, True)):
+        launch(load_settings(EngineSettings, recipe, [f"max_model_len={longest}"]), Mode.SD, target_of(recipe)).close()
+        assert ("trained on texts of at most 100 tokens" in capsys.readouterr().err) == warns
 
 
 def test_commands_and_server_feed_the_prompt_that_training_rendered(recipe: Path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafters.eagle3_ssd.config import DrafterConfig
 from drafters.eagle3_ssd.model import Eagle3Drafter
@@ -71,3 +75,16 @@ TWO_ROWS = [
     [(7, [0, 0, 1, 1, 1, 1, 0]), (6, [0, 1, 1, 1, 1, 1])],
     [(11, [0, 0, 0, 1, 1, 0, 0, 2, 2, 2, 2])],
 ]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most numbers that any operation's result holds."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for part in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(part, Tensor):
+                self.numbers = max(self.numbers, part.numel())
+        return result

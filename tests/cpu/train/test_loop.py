@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from drafters.eagle3_ssd.card import read_card
 from drafters.eagle3_ssd.checkpoint import load_drafter
 from drafters.errors import UserError
 from drafters.settings import build_settings
@@ -29,8 +30,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loss = {"depth_weights": "visited", "bonus": 0.5, "serving": {"lookahead": 2}}  # weights come from what the run has measured
-    run(place, "whole", loss=loss)
+    loss = {"depth_weights": "visited", "bonus": 0.5, "serving": {"lookahead": 2}}  # weights and rounds come from what the run has measured
+    stages = [{"steps": 3, "depth": 3, "anchors_per_row": 8}, {"steps": 5, "depth": 6, "anchors_per_row": 4, "replay": True}]
+    run(place, "whole", loss=loss, curriculum=stages)
     import train.loop as loop
 
     real_step = loop.train_step
@@ -40,10 +42,10 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(place: Path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", stops_after_four)
-        run(place, "parts", loss=loss)
+        run(place, "parts", loss=loss, curriculum=stages)
     assert [state.name for state in states(place / "parts" / "states")] == ["step-0000004.safetensors"]
     assert not (place / "parts" / "final-eagle3").exists()
-    run(place, "parts", loss=loss)
+    run(place, "parts", loss=loss, curriculum=stages)
 
     assert losses(place / "parts") == losses(place / "whole") and len(losses(place / "whole")) == 8
     one, two = weights(place / "whole"), weights(place / "parts")
@@ -65,6 +67,25 @@ def test_the_result_is_a_drafter_with_a_card(place: Path) -> None:
     step = json.loads((place / "card" / "metrics.jsonl").read_text().splitlines()[1])
     assert 0 < step["utilisation"] < 1 and step["tokens_per_second"] > 0 and step["grad_norm"] > 0
     assert "<h2>Held-out: by depth</h2>" in (place / "card" / "report.html").read_text()
+
+
+def test_the_best_drafter_is_the_fastest_not_the_one_with_the_lowest_loss(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 8: the loss goes on falling while tokens per round fall."""
+    import train.heldout as heldout
+
+    measured: list[heldout.Figures] = []
+
+    def speed(figures: heldout.Figures) -> float:
+        if all(figures is not other for other in measured):
+            measured.append(figures)
+        return [1.2, 1.5, 1.1][next(i for i, other in enumerate(measured) if other is figures)]
+
+    monkeypatch.setattr(heldout.Figures, "speed", property(speed))
+    often = {"every": 2, "lookahead": 2, "budgets": [6], "max_rows": 2}
+    directory = run(place, "best", curriculum=[{"steps": 6, "depth": 1}], heldout=often)
+    best, final = (read_card(directory.parent / name) for name in ("best-eagle3", "final-eagle3"))
+    assert (best.training["steps"], final.training["steps"]) == (4, 6)
+    assert final.heldout["loss"][0] < best.heldout["loss"][0]
 
 
 def test_going_on_from_a_drafter(place: Path) -> None:

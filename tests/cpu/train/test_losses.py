@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.cpu.train.small import LargestTensor
 from train.losses import (
     CHUNK,
     ROWS,
@@ -36,6 +36,23 @@ def test_losses_by_hand() -> None:
     teacher = torch.tensor([[0.2, 0.6, 0.1]])  # a tenth of the mass lies outside the draft vocabulary
     assert acceptance(logits, teacher).item() == pytest.approx(1 - (0.2 + 0.25 + 0.1))
     assert kl(logits, teacher).item() == pytest.approx(-(0.2 * math.log(0.5) + 0.6 * math.log(0.25) + 0.1 * math.log(0.25)))
+
+
+@pytest.mark.parametrize("sharpness", [0.3, 2.0])
+def test_base_losses_equal_their_definitions_token_by_token(sharpness: float) -> None:
+    hidden, head, teacher, rows, _, _ = case(40, sharpness)
+    logits = (hidden @ head.T).detach().requires_grad_()
+    slow_kl, slow_rejection = [], []
+    for z, p in zip(logits, teacher.probs[rows].tolist(), strict=True):
+        normaliser = sum((score.exp() for score in z), torch.zeros(()))
+        q = [score.exp() / normaliser for score in z]
+        slow_kl.append(sum((-p_t * q_t.log() for p_t, q_t in zip(p, q, strict=True)), torch.zeros(())))
+        least = [q_t if q_t < p_t else torch.tensor(p_t, dtype=torch.float64) for p_t, q_t in zip(p, q, strict=True)]
+        slow_rejection.append(1 - sum(least, torch.zeros(())))
+    for fast, slow in ((kl(logits, teacher.probs[rows]), slow_kl), (acceptance(logits, teacher.probs[rows]), slow_rejection)):
+        torch.testing.assert_close(fast, torch.stack(slow))
+        grads = [torch.autograd.grad(value.sum(), logits, retain_graph=True)[0] for value in (fast, torch.stack(slow))]
+        torch.testing.assert_close(*grads)
 
 
 def test_acceptance_never_renormalises_the_teacher() -> None:
@@ -172,19 +189,6 @@ def test_losses_stay_finite_where_the_drafter_is_certain() -> None:
         assert loss > 0.1
 
 
-class LargestTensor(TorchDispatchMode):
-    """Notes the most numbers that any operation's result holds."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for part in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(part, Tensor):
-                self.numbers = max(self.numbers, part.numel())
-        return result
-
-
 @pytest.mark.parametrize(("temperature", "at_once"), [(0, ROWS), (1, CHUNK)])
 def test_no_tensor_of_all_predictions_times_the_vocabulary_is_ever_made(temperature: int, at_once: int) -> None:
     """Fault 9: the largest one is a chunk's, forward and backward, however many predictions there are."""
@@ -234,6 +238,8 @@ def test_supervision_rule_by_brute_force(layout: list[list[tuple[int, int]]], pa
     for d in range(6):
         found = supervised(torch.tensor([documents]), torch.tensor([turns]), anchors, d)[0].tolist()
         assert found == [by_the_rule(documents, turns, p, d) for p in range(len(turns) - 1)], (documents, turns, d)
+    mixed = supervised(torch.tensor([documents]), torch.tensor([turns]), anchors, anchors % 6)[0].tolist()
+    assert mixed == [by_the_rule(documents, turns, p, p % 6) for p in range(len(turns) - 1)]
 
 
 def test_a_sample_of_anchors_stands_for_all() -> None:

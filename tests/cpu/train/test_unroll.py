@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from drafters.eagle3_ssd.model import Eagle3Drafter
-from tests.cpu.train.small import HIDDEN, TWO_ROWS, VOCAB, packed, small_drafter
+from tests.cpu.train.small import HIDDEN, TWO_ROWS, VOCAB, LargestTensor, packed, small_drafter
 from train.features import Features
-from train.unroll import Rows, unroll
+from train.unroll import Rows, deeper_steps, first_step, unroll
 
 DEPTH, LENGTH = 5, 14
 Past = list[tuple[int, Tensor, Tensor]]  # (what the key belongs to, key [M, D], value [M, D])
@@ -119,6 +119,21 @@ def test_other_documents_and_later_tokens_do_not_matter() -> None:
     after = list(unroll(drafter, rows_of(features._replace(token_ids=changed)), fused, ANCHORS, 2))
     assert torch.equal(before[2][0, 1], after[2][0, 1])
     assert not torch.equal(before[2][0, 0], after[2][0, 0])
+
+
+def test_deep_steps_make_nothing_of_the_size_of_a_row_squared() -> None:
+    """Fault 9: an anchor's scores are one row of the keys and its own, forward and backward."""
+    length, anchors = 240, 3
+    drafter, features = small_drafter(2), packed([[(length, [0] * 9 + [1] * (length - 9))]], length)
+    drafter.embed_tokens.weight.data.normal_()
+    rows = rows_of(features)
+    with torch.no_grad():
+        first = first_step(drafter, rows, drafter.fuse(features.taps))
+    with LargestTensor() as largest:
+        steps = list(deeper_steps(drafter, rows, first, torch.tensor([[5, 90, 200]]), DEPTH))
+        torch.stack(steps).sum().backward()
+    queries = anchors * drafter.config.num_attention_heads
+    assert queries * length <= largest.numbers <= queries * (length + DEPTH) + 16 * length < length**2 / 4
 
 
 def test_anchors_do_not_influence_each_other() -> None:
