@@ -17,7 +17,7 @@ from numba import njit
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from infer.kernels.numba_scalars import FAST, exp, narrow_bf16, narrow_fp16, pointer, same, widen_bf16, widen_fp16
+from infer.kernels.numba_scalars import FAST, exp, inlined, narrow_bf16, narrow_fp16, pointer, same, widen_bf16, widen_fp16
 
 COLUMNS = 7  # of the figures: kl, rejection, correct, listed, found, missing, bonus
 
@@ -63,7 +63,7 @@ def probabilities(logits_nV: Tensor, normaliser_n: Tensor) -> Tensor:
 
 
 def _build_probabilities(element: Any, widen: Any) -> Any:
-    @njit(inline="always", **FAST)
+    @inlined
     def one_row(z_V: Any, normaliser: Any, out_V: Any) -> None:
         for i in range(len(z_V)):
             out_V[i] = narrow_fp16(exp(widen(z_V[i]) - normaliser))
@@ -79,7 +79,7 @@ def _build_probabilities(element: Any, widen: Any) -> Any:
 
 
 def _build(element: Any, widen: Any, narrow: Any, prob_element: Any, widen_prob: Any) -> Any:
-    @njit(inline="always", **FAST)
+    @inlined
     def first_pass(z_V: Any, p_V: Any, out_V: Any, best: Any) -> Any:
         """Logits and probabilities as fp32 in `out` [2, V]; the highest logit, the teacher's mass, sum p z, and how many exceed z[best]."""
         highest, mass, product = np.float32(-np.inf), np.float32(0.0), np.float32(0.0)
@@ -94,7 +94,7 @@ def _build(element: Any, widen: Any, narrow: Any, prob_element: Any, widen_prob:
             above += np.float32(1.0) if z > threshold else np.float32(0.0)
         return highest, mass, product, above
 
-    @njit(inline="always", **FAST)
+    @inlined
     def exponentials(row_2V: Any, highest: Any) -> Any:
         total = np.float32(0.0)
         for i in range(row_2V.shape[1]):
@@ -103,7 +103,7 @@ def _build(element: Any, widen: Any, narrow: Any, prob_element: Any, widen_prob:
             total += e
         return total
 
-    @njit(inline="always", **FAST)
+    @inlined
     def overlaps(row_2V: Any, share: Any) -> Any:
         """sum min(p, q), and sum q where q < p; q = e * share."""
         common, below = np.float32(0.0), np.float32(0.0)
@@ -113,7 +113,7 @@ def _build(element: Any, widen: Any, narrow: Any, prob_element: Any, widen_prob:
             below += q if q < p else np.float32(0.0)
         return common, below
 
-    @njit(inline="always", **FAST)
+    @inlined
     def place_of_top(row_2V: Any) -> Any:
         """The first place whose exponential is that of 0."""
         place = np.int32(row_2V.shape[1] - 1)
@@ -121,7 +121,7 @@ def _build(element: Any, widen: Any, narrow: Any, prob_element: Any, widen_prob:
             place = min(place, np.int32(i) if row_2V[0, i] == np.float32(1.0) else place)
         return place
 
-    @njit(inline="always", **FAST)
+    @inlined
     def sum_without(row_2V: Any, top: Any) -> Any:
         """The sum of all exponentials but one: a difference would lose it where the top has nearly all."""
         total = np.float32(0.0)
@@ -129,7 +129,7 @@ def _build(element: Any, widen: Any, narrow: Any, prob_element: Any, widen_prob:
             total += np.float32(0.0) if i == top else row_2V[0, i]
         return max(total, np.float32(1e-37))
 
-    @njit(inline="always", **FAST)
+    @inlined
     def gradient(row_2V: Any, out_V: Any, share: Any, of_q: Any, of_p: Any, of_below: Any) -> None:
         """of_q * q - of_p * p - of_below * q [q < p]."""
         for i in range(len(out_V)):

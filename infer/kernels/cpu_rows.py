@@ -23,7 +23,7 @@ from numba import njit
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from infer.kernels.numba_scalars import FAST, exp, narrow_bf16, pointer, same, widen_bf16
+from infer.kernels.numba_scalars import FAST, exp, inlined, narrow_bf16, pointer, row_at, same, widen_bf16
 
 
 class RowTable(NamedTuple):
@@ -129,7 +129,7 @@ class _Kernels(NamedTuple):
 
 
 def _build(element: Any, bytes_each: int, widen: Any, narrow: Any) -> _Kernels:
-    @njit(inline="always", **FAST)
+    @inlined
     def scale_row(x_H: Any, weight_H: Any, out_H: Any, eps: Any) -> None:
         total = np.float32(0.0)
         for i in range(len(x_H)):
@@ -166,7 +166,7 @@ def _build(element: Any, bytes_each: int, widen: Any, narrow: Any) -> _Kernels:
                 gate = widen(both[r, 0, i])
                 out_RI[r, i] = narrow(gate / (np.float32(1.0) + exp(-gate)) * widen(both[r, 1, i]))
 
-    @njit(inline="always", **FAST)
+    @inlined
     def turn_head(x_D: Any, cos_D: Any, sin_D: Any, out_D: Any) -> None:
         half = len(x_D) // 2
         for d in range(half):
@@ -174,18 +174,13 @@ def _build(element: Any, bytes_each: int, widen: Any, narrow: Any) -> _Kernels:
             out_D[d] = low * cos_D[d] - high * sin_D[d]
             out_D[half + d] = high * cos_D[half + d] + low * sin_D[half + d]
 
-    @njit(inline="always")
-    def row_of(address: int, size: int) -> Any:
-        """An array at an address: a slice of a large array would bring checks into the inner loops."""
-        return carray(pointer(address), (size,), element)
-
-    @njit(inline="always", **FAST)
+    @inlined
     def score_keys(query_D: Any, keys: int, starts_L: Any, scores_L: Any) -> None:
         """Four keys at a time: the query is read once for them, and their sums do not wait for each other."""
         count, size = len(starts_L), len(query_D)
         for i in range(0, count - 3, 4):
-            a_D, b_D = row_of(keys + starts_L[i], size), row_of(keys + starts_L[i + 1], size)
-            c_D, d_D = row_of(keys + starts_L[i + 2], size), row_of(keys + starts_L[i + 3], size)
+            a_D, b_D = row_at(keys + starts_L[i], size, element), row_at(keys + starts_L[i + 1], size, element)
+            c_D, d_D = row_at(keys + starts_L[i + 2], size, element), row_at(keys + starts_L[i + 3], size, element)
             a = b = c = d = np.float32(0.0)
             for j in range(size):
                 q = query_D[j]
@@ -195,12 +190,12 @@ def _build(element: Any, bytes_each: int, widen: Any, narrow: Any) -> _Kernels:
                 d += q * widen(d_D[j])
             scores_L[i], scores_L[i + 1], scores_L[i + 2], scores_L[i + 3] = a, b, c, d
         for i in range(count // 4 * 4, count):
-            a_D, a = row_of(keys + starts_L[i], size), np.float32(0.0)
+            a_D, a = row_at(keys + starts_L[i], size, element), np.float32(0.0)
             for j in range(size):
                 a += query_D[j] * widen(a_D[j])
             scores_L[i] = a
 
-    @njit(inline="always", **FAST)
+    @inlined
     def soften(scores_L: Any, scale: Any) -> None:
         """Softmax of the scaled scores, in place."""
         highest = np.float32(-np.inf)
@@ -213,18 +208,18 @@ def _build(element: Any, bytes_each: int, widen: Any, narrow: Any) -> _Kernels:
         for i in range(len(scores_L)):
             scores_L[i] /= total
 
-    @njit(inline="always", **FAST)
+    @inlined
     def mix_values(weights_L: Any, values: int, starts_L: Any, mixed_D: Any) -> None:
         count, size = len(starts_L), len(mixed_D)
         mixed_D[:] = np.float32(0.0)
         for i in range(0, count - 3, 4):
-            a_D, b_D = row_of(values + starts_L[i], size), row_of(values + starts_L[i + 1], size)
-            c_D, d_D = row_of(values + starts_L[i + 2], size), row_of(values + starts_L[i + 3], size)
+            a_D, b_D = row_at(values + starts_L[i], size, element), row_at(values + starts_L[i + 1], size, element)
+            c_D, d_D = row_at(values + starts_L[i + 2], size, element), row_at(values + starts_L[i + 3], size, element)
             a, b, c, d = weights_L[i], weights_L[i + 1], weights_L[i + 2], weights_L[i + 3]
             for j in range(size):
                 mixed_D[j] += (a * widen(a_D[j]) + b * widen(b_D[j])) + (c * widen(c_D[j]) + d * widen(d_D[j]))
         for i in range(count // 4 * 4, count):
-            a_D, a = row_of(values + starts_L[i], size), weights_L[i]
+            a_D, a = row_at(values + starts_L[i], size, element), weights_L[i]
             for j in range(size):
                 mixed_D[j] += a * widen(a_D[j])
 

@@ -9,13 +9,22 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit
 from numba.core.types import float32, int32, int64, uint16, voidptr
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
+from numba.np.numpy_support import carray
 
 LOG2_E = np.float32(1.4426950408889634)
 # Not "nnan" and "ninf": a fault of the model has to stay visible. Python's error model checks every division, which keeps loops scalar.
 FAST: Any = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
+
+
+def inlined(function: Any) -> Any:
+    """Have numba inline a function into the kernels that call it.
+
+    It stays a plain function: numba finds a kernel on disk by what it closes over, pickled, and a compiled function pickles as a name
+    that each process makes up, a plain one as where it stands in the source.
+    """
+    return register_jitable(inline="always", **FAST)(function)
 
 
 def _cast(result: Any, argument: Any, emit: Any) -> Any:
@@ -33,7 +42,7 @@ _float_to_bits = _cast(int32, float32, lambda builder, value: builder.bitcast(va
 to_int = _cast(int32, float32, lambda builder, value: builder.fptosi(value, ir.IntType(32)))  # numba's own goes through int64
 
 
-@njit(inline="always")
+@inlined
 def widen_bf16(bits: Any) -> Any:
     return _bits_to_float(np.int32(np.int32(bits) << np.int32(16)))
 
@@ -48,30 +57,36 @@ _float_to_half = _cast(
 )
 
 
-@njit(inline="always")
+@inlined
 def widen_fp16(bits: Any) -> Any:
     return _half_to_float(bits)
 
 
-@njit(inline="always")
+@inlined
 def narrow_fp16(value: Any) -> Any:
     """Round to nearest, ties to even."""
     return _float_to_half(np.float32(value))
 
 
-@njit(inline="always")
+@inlined
 def narrow_bf16(value: Any) -> Any:
     """Round to nearest, ties to even."""
     bits = _float_to_bits(np.float32(value))
     return np.uint16((bits + np.int32(0x7FFF) + ((bits >> np.int32(16)) & np.int32(1))) >> np.int32(16))
 
 
-@njit(inline="always")
+@inlined
 def same(value: Any) -> Any:
     return np.float32(value)
 
 
-@njit(inline="always", **FAST)
+@inlined
+def row_at(address: Any, size: Any, element: Any) -> Any:
+    """An array at an address: a slice of a large array would bring checks into the inner loops."""
+    return carray(pointer(address), (size,), element)
+
+
+@inlined
 def exp(x: Any) -> Any:
     """exp in fp32 between -87 and 88, relative error 4e-6 at most (at the ends): a polynomial, since libm's does not vectorise."""
     lowest, highest = np.float32(-87.0), np.float32(88.0)
