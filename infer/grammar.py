@@ -95,7 +95,10 @@ class Grammars:
         text, size, ends = self.vocabulary
         if text is None or not ends:
             raise UserError("grammar: this target has no fast tokenizer or no end token, so its output cannot be constrained")
-        return LLTokenizer(text, n_vocab=size, eos_token=list(ends))
+        try:
+            return LLTokenizer(text, n_vocab=size, eos_token=list(ends))
+        except ValueError as error:
+            raise UserError(f"grammar: this target's tokenizer cannot be read for constrained output: {error}") from error
 
     def start(self, grammar: str) -> GrammarState:
         """The state before the first token. Raises `UserError` where this target or this grammar does not allow one."""

@@ -105,15 +105,19 @@ def test_max_new_tokens_cuts_anywhere_in_an_accepted_speculation(
     assert all(r.finish_reason is (FinishReason.LENGTH) for r in requests if 2 not in r.new_tokens)
 
 
-def test_a_stop_token_ends_the_answer_wherever_it_was_accepted(
+def test_a_stop_token_ends_the_answer_at_every_place_of_an_accepted_speculation(
     pair: tuple[Target, Path], prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    for place in range(1, 8):
-        stop = expected[0][place]
-        first = expected[0].index(stop)
-        params = SamplingParams(max_new_tokens=NEW, stop_token_ids=(stop,))
-        request = run(_settings(pair), Mode.SSD, pair[0], prompts[:1], params)[0]
-        assert request.new_tokens == expected[0][: first + 1] and request.finish_reason is FinishReason.STOP
+    cuts = {}
+    with launch(_settings(pair, batch_size=16), Mode.SSD, pair[0], in_process=True) as engine:
+        for prompt, tokens in zip(prompts[:3], expected, strict=False):
+            for stop in set(tokens[1:]):
+                cuts[engine.submit(prompt, SamplingParams(NEW, stop_token_ids=(stop,)))] = tokens[: tokens.index(stop) + 1]
+        ended = drain(engine)
+    assert {name: request.new_tokens for name, request in ended.items()} == cuts
+    assert {request.finish_reason for request in ended.values()} == {FinishReason.STOP}
+    places = {len(r.new_tokens) - 1 - sum(record.emitted for record in r.rounds[:-1]) for r in ended.values() if r.rounds}
+    assert places == {1, 2, 3, 4}, "the three drafted tokens, and the one after them"
 
 
 @pytest.mark.parametrize("mode", [Mode.SD, Mode.SSD])
@@ -181,6 +185,22 @@ def test_greedy_over_changed_logits_is_the_same_in_every_mode(pair: tuple[Target
         ended = drain(engine)
     assert [ended[name].new_tokens for name in names] == alone
     assert any(r.accepted for name in names[:-1] for r in ended[name].rounds), "nothing was accepted under changed logits"
+
+
+@pytest.mark.parametrize("mode", [Mode.SD, Mode.SSD])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_drafter_heeds_what_is_done_to_the_logits(
+    pair: tuple[Target, Path], prompts: list[list[int]], mode: Mode, temperature: float
+) -> None:
+    """A bias that leaves one token: who heeds it is always right, who does not hardly ever."""
+    with launch(_settings(pair), mode, pair[0], in_process=True) as engine:
+        assert engine.drafting.draft_to_target_D is not None
+        token = int(engine.drafting.draft_to_target_D[70])
+        name = engine.submit(prompts[0], SamplingParams(NEW, temperature, logit_bias=((token, 100.0),)))
+        request = drain(engine)[name]
+    assert request.new_tokens == [token] * NEW
+    assert all(r.accepted == r.offered > 0 for r in request.rounds[:-1])
+    assert mode is Mode.SD or _sources([request]) >= {Source.HIT}
 
 
 def test_parameters_that_the_target_cannot_follow_are_refused_by_name(pair: tuple[Target, Path]) -> None:

@@ -3,7 +3,7 @@
 A target over 6 tokens, so that the exact distribution of an answer's first five tokens can be enumerated (1555 contexts, processed
 by the plain twins). Tokens 3 and 4 are compared one by one (6 cells) and as a pair (36 cells): by then a request has had look-ups
 that hit or missed. Power at level 1e-5, w^2 = sum (actual - target)^2 / target: an effect is found with probability 0.9 where
-n w^2 = 54 (pair) or 43 (one token), that is w = 0.19 and 0.17 with n = 1500 answers; the broken verifier below has w > 0.3.
+n w^2 = 54 (pair) or 43 (one token), that is w = 0.23 and 0.21 with n = 1000 answers; the broken verifier below has w > 0.3.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from infer.request import Request, SamplingParams, Source
 from tests.tiny import save_tiny_drafter, save_tiny_target
 from tests.trained import drain
 
-VOCAB, ANSWERS, LENGTH, LEVEL = 6, 1500, 5, 1e-5
+VOCAB, ANSWERS, LENGTH, LEVEL = 6, 1000, 5, 1e-5
 PROMPT = [1, 4, 3, 0, 5]
 
 
@@ -71,13 +71,18 @@ PLAIN = SamplingParams(temperature=1.0, max_new_tokens=LENGTH + 2, ignore_eos=Tr
 
 
 def _answers(pair: tuple[Target, Path], mode: Mode, asked: Sequence[SamplingParams], **changes: Any) -> list[Request]:
-    """Finished requests in the order of `asked`; each has its place as seed."""
+    """Finished requests in the order of `asked`; each has its place as seed, unless it names one. They leave the batch one by one."""
     base = {"lookahead": 2, "budget": 9, "policy": "uniform", "batch_size": 64, "max_model_len": 32}
     settings = EngineSettings(target="", drafter=str(pair[1]), dtype="float32", target_devices=("cpu",), **{**base, **changes})
     with launch(settings, mode, pair[0], in_process=True) as engine:
-        names = [engine.submit(PROMPT, replace(params, seed=seed)) for seed, params in enumerate(asked)]
+        names = [engine.submit(PROMPT, _with_place(params, place)) for place, params in enumerate(asked)]
         ended = drain(engine)
     return [ended[name] for name in names]
+
+
+def _with_place(params: SamplingParams, place: int) -> SamplingParams:
+    seed = place if params.seed is None else params.seed
+    return replace(params, seed=seed, max_new_tokens=params.max_new_tokens + place % 3)
 
 
 def _p_value(counts: Tensor, expected: Tensor) -> float:
@@ -118,7 +123,8 @@ def _check_sources(requests: list[Request], sources: set[Source]) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_answers_are_distributed_as_the_targets_own(pair: tuple[Target, Path], logits: list[Tensor], path: str) -> None:
     mode, changes, sources = PATHS[path]
-    requests = _answers(pair, mode, [PLAIN] * ANSWERS, **changes)
+    asked = replace(PLAIN, seed=3).choices(ANSWERS) if path == "mixed" else [PLAIN] * ANSWERS  # also as n answers to one prompt
+    requests = _answers(pair, mode, asked, **changes)
     _check_sources(requests, sources)
     p_values = _p_values(requests, _exact(logits, PLAIN))
     assert min(p_values) > LEVEL, p_values
@@ -137,7 +143,7 @@ KINDS = {
 KINDS["all"] = replace(
     PLAIN, temperature=0.8, top_k=5, top_p=0.95, min_p=0.02, frequency_penalty=0.5, repetition_penalty=1.3, logit_bias=((2, 2.0),)
 )
-FEW = 200
+FEW = 200  # an effect of w = 0.52 is found with probability 0.9
 
 
 def _effect(actual: Tensor, target: Tensor) -> float:
@@ -158,15 +164,16 @@ def test_each_sampling_parameter_in_a_batch_that_mixes_them_and_greedy(pair: tup
         p_values = _p_values(requests[i :: len(kinds)], exact)
         assert min(p_values) > LEVEL, (name, p_values)
     for i, alone in enumerate(_answers(pair, Mode.AR, greedy), start=len(KINDS)):
-        assert {tuple(request.new_tokens) for request in requests[i :: len(kinds)]} == {tuple(alone.new_tokens)}
+        answers = [request.new_tokens[:LENGTH] for request in requests[i :: len(kinds)]]
+        assert answers == [alone.new_tokens[:LENGTH]] * FEW
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("path", ["sd", "hit", "jit", "ngram", "none", "mixed", "saguaro"])
+@pytest.mark.parametrize("path", PATHS)
 def test_each_sampling_parameter_alone_on_each_path(pair: tuple[Target, Path], logits: list[Tensor], path: str, kind: str) -> None:
     mode, changes, _ = PATHS[path]
-    p_values = _p_values(_answers(pair, mode, [KINDS[kind]] * ANSWERS, **changes), _exact(logits, KINDS[kind]))
+    p_values = _p_values(_answers(pair, mode, [KINDS[kind]] * FEW, **changes), _exact(logits, KINDS[kind]))
     assert min(p_values) > LEVEL, p_values
 
 
