@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -17,11 +18,13 @@ from train.features import (
     Features,
     OnlineFeatures,
     StoredFeatures,
+    await_store,
     build_store,
     compute_features,
     full_vocabulary,
     refuse_if_large,
     store_bytes,
+    store_key,
 )
 
 TAPS = (1, 3, 5)
@@ -102,6 +105,17 @@ def test_an_interrupted_store_goes_on(target: Target, tmp_path: Path, monkeypatc
     assert computed == [2, 1]
     build_store(tmp_path, target, data, TAPS, 2, 2, lambda done, total: None)
     assert computed == [2, 1]
+
+
+def test_who_does_not_write_waits_without_a_collective(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 15: a store may take longer to write than any collective waits."""
+    monkeypatch.setattr(features, "POLL_SECONDS", 0.01)
+    data, others_wait = rows(3), []
+    other = Thread(target=await_store, args=(tmp_path / f"{store_key(target, data, TAPS)}-2",), daemon=True)
+    other.start()
+    build_store(tmp_path, target, data, TAPS, 2, 2, lambda done, total: others_wait.append(other.is_alive()))
+    other.join(5)
+    assert others_wait and all(others_wait) and not other.is_alive() and not torch.distributed.is_initialized()
 
 
 def interrupt(done: int) -> None:

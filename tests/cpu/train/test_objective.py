@@ -133,11 +133,12 @@ def test_rounds_are_drawn_as_often_as_serving_visits_them() -> None:
         assert reached == pytest.approx(SERVING.reach[shift], abs=0.09)
 
 
-def test_loss_of_replayed_rounds_by_hand() -> None:
+@pytest.mark.parametrize("refresh", [0, 1])
+def test_loss_of_replayed_rounds_by_hand(refresh: int) -> None:
     """Glue slots and branch steps one by one: which token they predict, at which depth they count, where the bonus loss is trained."""
     model, features, depth = objective(), packed(LONG_ROWS, 20), 7
     places = torch.tensor([[3, 5, 8], [4, 6, 13]])
-    rounds = Rounds(torch.tensor([[3, 1, 0], [2, 0, 1]]), torch.tensor([[1, 2, 0], [0, 2, 1]]), K)
+    rounds = Rounds(torch.tensor([[3, 1, 0], [2, 0, 1]]), torch.tensor([[1, 2, 0], [0, 2, 1]]), K, refresh)
     anchors = Anchors(places, torch.tensor([[True, True, True], [True, True, False]]), rounds)
     scales = Scales([0.1 * (d + 1) for d in range(8)], [0.3 + 0.1 * d for d in range(8)])
     loss, sums = model(features, anchors, depth, scales)
@@ -145,7 +146,7 @@ def test_loss_of_replayed_rounds_by_hand() -> None:
     drafter, data = model.drafter, Rows(features.token_ids, features.positions, features.document_ids)
     first = first_step(drafter, data, drafter.fuse(features.taps))
     stale = stale_features(drafter, data, first, places, rounds.shifts, K)
-    replay = glue_replay(drafter, data, first, places + rounds.shifts, stale, rounds.forks)
+    replay = glue_replay(drafter, data, first, places + rounds.shifts, stale, rounds.forks, refresh)
     want, numbers, forks = torch.zeros(()), [0] * 8, [0] * 8
 
     def add(row: int, token: int, turn_from: int, at: int, is_fork: bool, hidden: Tensor) -> None:
@@ -171,14 +172,15 @@ def test_loss_of_replayed_rounds_by_hand() -> None:
                 continue
             origin, shift, fork = (int(x[row, column]) for x in (places, rounds.shifts, rounds.forks))
             for j in range(1, K + 1):
-                add(row, origin + shift + j + 2, origin + 1, shift + j, j <= fork and j < K, replay.glue[row, column, j])
+                at = j if j <= refresh else shift + j
+                add(row, origin + shift + j + 2, origin + 1, at, j <= fork and j < K, replay.glue[row, column, j])
             for m in range(1, K + 1):
-                at = (shift + fork if fork else 0) + m
+                at = (fork if fork <= refresh else shift + fork) + m
                 add(row, origin + shift + fork + m + 2, origin + 1, at, False, replay.branch[row, column, m - 1])
     torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
     counts = count(features, anchors, depth)
     assert counts.sampled.tolist() == numbers and counts.forks.tolist() == forks and sum(forks[1:]) == 3
-    assert sums.shape == (8, len(Figures._fields)) and sums[6:].abs().sum() > 0
+    assert sums.shape == (8, len(Figures._fields)) and (sums[6].abs().sum() > 0) == (refresh == 0)
 
 
 def test_replayed_gradients_in_bf16_are_close_to_those_in_fp32() -> None:
