@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -38,11 +39,16 @@ class Launch(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Packed training rows: for each the sizes of its turns, and what is known of them in words."""
+    """Packed training rows, whether they are the real ones, and what is known of them in words."""
 
-    turns: list[list[int]]
+    rows: list[PackedRow]
     counted: bool
     note: str
+
+    @property
+    def turns(self) -> list[list[int]]:
+        """For each row the sizes of its turns."""
+        return [turn_sizes(row) for row in self.rows]
 
 
 class Cost(NamedTuple):
@@ -86,28 +92,30 @@ def make_plan(settings: TrainSettings, recipe: Path, launch: Launch) -> Plan:
     with torch.device("meta"):
         counted = sum(p.numel() for p in Eagle3Drafter(config).parameters())
     assert counted == sum(parameters(config)), (counted, parameters(config))
-    rows, device = training_rows(settings, target), this_cpu() if launch.device == "cpu" else gpu_named(launch.device)
-    costs = [stage_cost(settings, launch, target, config, rows, device, stage) for stage in settings.curriculum]
+    rows, device = packed_rows(settings, target), this_cpu() if launch.device == "cpu" else gpu_named(launch.device)
+    turns = rows.turns
+    costs = [stage_cost(settings, launch, target, config, turns, device, stage) for stage in settings.curriculum]
     return Plan(settings, launch, target, config, rows, device, costs)
 
 
-def training_rows(settings: TrainSettings, target: TargetSize) -> Rows:
+def packed_rows(settings: TrainSettings, target: TargetSize) -> Rows:
     """Pack the data as training would, where data and tokenizer are on this machine; else one row full of answer stands for all."""
     length = settings.data.row_length
-    assumed = "below, rows full of answer tokens are taken"
+    full = PackedRow(np.ones(length, np.int64), np.ones(length, np.int32), np.ones(length, np.int32), np.arange(length))
+    assumed = "rows full of answer tokens are taken for them"
     if target.directory is None:
-        return Rows([[length]], False, f"not counted, the target's tokenizer is not on this machine: {assumed}")
+        return Rows([full], False, f"not counted, the target's tokenizer is not on this machine: {assumed}")
     from transformers import AutoTokenizer
 
     try:
         conversations = [c for path in settings.data.paths for c in read_conversations(path, settings.data.max_conversations)]
         kept, _ = split(conversations, settings.data.heldout_conversations)
     except UserError as error:
-        return Rows([[length]], False, f"not counted ({error}): {assumed}")
+        return Rows([full], False, f"not counted ({error}): {assumed}")
     examples = render_all(kept, AutoTokenizer.from_pretrained(target.directory), length, settings.data.template).examples
-    turns = [turn_sizes(row) for row in pack(examples, length, settings.seed)]
-    note = f"{len(examples):,} conversations, {sum(map(sum, turns)):,} answer tokens in {len(turns):,} rows of {length}"
-    return Rows(turns, True, note)
+    rows = pack(examples, length, settings.seed)
+    answers = sum(int((row.turn_ids > 0).sum()) for row in rows)
+    return Rows(rows, True, f"{len(examples):,} conversations, {answers:,} answer tokens in {len(rows):,} rows of {length}")
 
 
 def turn_sizes(row: PackedRow) -> list[int]:
@@ -120,10 +128,10 @@ def turn_sizes(row: PackedRow) -> list[int]:
 
 
 def stage_cost(
-    settings: TrainSettings, launch: Launch, target: TargetSize, config: DrafterConfig, rows: Rows, device: Gpu, stage: Stage
+    settings: TrainSettings, launch: Launch, target: TargetSize, config: DrafterConfig, turns: list[list[int]], device: Gpu, stage: Stage
 ) -> Cost:
     """One step of a stage on average over the data; memory for the largest of its forwards."""
-    done = stage_forwards(settings, stage, rows.turns, launch.ranks)
+    done = stage_forwards(settings, stage, turns, launch.ranks)
     number = sum(forward.rows for forward in done) / settings.batch.rows_per_step
     work = sum(flops(products(config, forward)) for forward in done) / number
     if settings.features.mode == "online":
@@ -176,7 +184,7 @@ def _target_bytes(settings: TrainSettings, target: TargetSize) -> float:
 
 
 def _store_bytes(plan: Plan) -> int:
-    tokens = len(plan.rows.turns) * plan.settings.data.row_length if plan.rows.counted else 10**6
+    tokens = len(plan.rows.rows) * plan.settings.data.row_length if plan.rows.counted else 10**6
     return store_bytes(1, tokens, plan.config.target_hidden_size)
 
 
@@ -219,7 +227,7 @@ def _memory(plan: Plan) -> Table:
     table = Table(title=f"Memory of a rank at its peak, depth {most.stage.depth}", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    for part in most.parts:
+    for part in filter(lambda part: part.size, most.parts):
         table.add_row(part.name, size(part.size))
     table.add_row(f"allocator, {SLACK - 1:.0%} of what comes and goes", size(peak(most.parts) - sum(part.size for part in most.parts)))
     table.add_section()
@@ -237,7 +245,7 @@ def _conclusions(plan: Plan) -> list[str]:
     measurements = -(-settings.total_steps // settings.heldout.every)
     hours[f"{measurements} held-out measurements"] = measurements * _heldout_flops(plan) / (plan.device.flops * launch.share) / 3600
     if settings.features.mode == "offline" and plan.rows.counted:
-        tokens = len(plan.rows.turns) * settings.data.row_length
+        tokens = len(plan.rows.rows) * settings.data.row_length
         hours["target features"] = 2 * plan.target.multiplied * tokens / rate * launch.ranks / 3600
     listed = ", ".join(f"{name} {value:.2f}" for name, value in hours.items())
     where = f"{launch.ranks} x {launch.device} at {launch.share:.0%} of {count(plan.device.flops)}FLOP/s"
@@ -246,7 +254,7 @@ def _conclusions(plan: Plan) -> list[str]:
     if largest > plan.device.memory * USABLE:
         lines.append(
             f"Does not fit: {size(largest)} of {size(plan.device.memory)}. Less memory: loss.recompute=true, a smaller "
-            "batch.rows_per_forward or data.row_length, fewer anchors_per_row, --sharding over more --ranks."
+            "batch.rows_per_forward or data.row_length, fewer anchors_per_row, more ranks that share (recipes/accelerate)."
         )
     return lines
 
@@ -255,5 +263,5 @@ def _heldout_flops(plan: Plan) -> float:
     """Of one measurement, on rows like those of training: forwards only, all anchors, in one process."""
     options = plan.settings.heldout
     deep = Stage(steps=1, depth=options.depth or 3 * options.lookahead)
-    like = stage_forwards(plan.settings, deep, plan.rows.turns[: options.max_rows], 1)
+    like = stage_forwards(plan.settings, deep, [turn_sizes(row) for row in plan.rows.rows[: options.max_rows]], 1)
     return options.max_rows * sum(flops(products(plan.config, forward)) for forward in like) / 3 / sum(forward.rows for forward in like)

@@ -17,8 +17,9 @@ except ModuleNotFoundError:
 
 from drafters.settings import load_settings
 from train.config import TrainSettings
+from train.gpus import gpu_named
+from train.memory import spread_of
 
-SHARDING = ("none", "zero1", "zero2", "zero3", "fsdp2")
 DESCRIPTION = """\
 Train an EAGLE-3 drafter for SSD (speculative speculative decoding) on text that the target wrote.
 
@@ -29,7 +30,7 @@ EXAMPLES = """\
   ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 train/eagle3_selfcond.py --config R minutes=10   (two on CPU)
   python train/eagle3_selfcond.py --config R drafter.num_hidden_layers=2 output=runs/train/two-layers
   python train/eagle3_selfcond.py --config base.yaml --config variant.yaml   (a variant that names only what differs)
-  python train/eagle3_selfcond.py --config R --dry-run --gpu H100 --ranks 8 --sharding zero2   (what it would take)
+  python train/eagle3_selfcond.py --config R --dry-run --gpu H100 --launch recipes/accelerate/zero2.yaml   (what it takes)
 
 Every setting of train/config.py can be given as key=value; a list of stages as 'curriculum=[{steps: 100, depth: 3}]'."""
 
@@ -64,8 +65,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="print what the run would take, and load nothing")
     planning = parser.add_argument_group("with --dry-run")
     planning.add_argument("--gpu", default="H100", metavar="NAME", help="plan for this GPU, or 'cpu' for this machine [H100]")
-    planning.add_argument("--ranks", type=int, default=1, metavar="N", help="on so many of them [1]")
-    planning.add_argument("--sharding", default="none", choices=SHARDING, help="what ranks share instead of each holding it [none]")
+    planning.add_argument("--launch", metavar="FILE", help="as this accelerate config spreads it, such as recipes/accelerate/zero2.yaml")
+    planning.add_argument("--ranks", type=int, metavar="N", help="on so many of them [the --launch file's num_processes, or 1]")
     planning.add_argument("--share", type=float, default=0.4, metavar="X", help="expected share of the device's matrix rate [0.4]")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
     return parser.parse_intermixed_args(argv)
@@ -73,14 +74,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def plan(settings: TrainSettings, options: argparse.Namespace) -> int:
     """Print what the run would take."""
-    if options.ranks < 1 or not 0 < options.share <= 1:
-        raise UserError(f"--ranks = {options.ranks}, --share = {options.share}: at least one rank, and a share above 0 and at most 1")
+    ranks, sharding = spread_of(options.launch)
+    ranks = ranks if options.ranks is None else options.ranks
+    if ranks < 1 or not 0 < options.share <= 1:
+        raise UserError(f"--ranks = {ranks}, --share = {options.share}: at least one rank, and a share above 0 and at most 1")
+    if options.gpu != "cpu":
+        gpu_named(options.gpu)
     from rich.console import Console
 
     from train.dry_run import Launch, dry_run
-    from train.memory import Sharding
 
-    launch = Launch(options.gpu, options.ranks, Sharding(options.sharding), options.share)
+    launch = Launch(options.gpu, ranks, sharding, options.share)
     dry_run(settings, Path(options.config[0]), launch, Console())
     return 0
 

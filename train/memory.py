@@ -11,6 +11,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from drafters.eagle3_ssd.config import DrafterConfig
+from drafters.errors import UserError
+from drafters.settings import read_yaml
 from train.plan import Forward, parameters
 
 HOST = 450e6  # Python, torch, transformers and their tables in the memory of a CPU process
@@ -26,6 +28,21 @@ class Sharding(StrEnum):
     ZERO2 = "zero2"
     ZERO3 = "zero3"
     FSDP2 = "fsdp2"
+
+
+def spread_of(launch: str | None) -> tuple[int, Sharding]:
+    """Processes and sharding of an accelerate config; one process without one."""
+    if launch is None:
+        return 1, Sharding.NONE
+    content = read_yaml(launch)
+    kind, number = content.get("distributed_type", "NO"), content.get("num_processes", 1)
+    stage = (content.get("deepspeed_config") or {}).get("zero_stage", 0)
+    by_kind = {"NO": Sharding.NONE, "MULTI_CPU": Sharding.NONE, "MULTI_GPU": Sharding.NONE, "FSDP": Sharding.FSDP2}
+    by_stage = {0: Sharding.NONE, 1: Sharding.ZERO1, 2: Sharding.ZERO2, 3: Sharding.ZERO3}
+    found = by_stage.get(stage) if kind == "DEEPSPEED" else by_kind.get(kind)
+    if found is None or not isinstance(number, int):
+        raise UserError(f"{launch}: distributed_type {kind!r}, zero_stage {stage!r}, num_processes {number!r} cannot be planned for")
+    return number, found
 
 
 class Part(NamedTuple):
@@ -58,7 +75,7 @@ def memory(config: DrafterConfig, forward: Forward, place: Place, recompute: boo
     for name in ("moments", "gradients", "weights")[:level]:
         shared[name] = 1.0 / place.ranks
     sizes = parameters(config)
-    slots, kept = forward.rows * forward.length, saved_bytes(config, forward, recompute)
+    slots, kept = forward.rows * forward.length, saved_bytes(config, forward, recompute, place.on_gpu)
     return [
         Part("CUDA context" if place.on_gpu else "Python and its libraries", CONTEXT if place.on_gpu else HOST),
         Part("target", place.target + 2 * config.draft_vocab_size * config.target_hidden_size),
@@ -66,6 +83,7 @@ def memory(config: DrafterConfig, forward: Forward, place: Place, recompute: boo
         Part("fp32 weights", 4 * sizes.trained * shared["weights"]),
         Part("gradients", 4 * sizes.trained * shared["gradients"]),
         Part("Adam's moments", 8 * sizes.trained * shared["moments"]),
+        Part("weights gathered for a step", 4 * sizes.trained * (place.sharding == Sharding.FSDP2), shifts=True),
         Part("bf16 copies of the weights", 2 * sizes.trained, shifts=True),
         Part("features of the rows", slots * (2 * 4 * config.target_hidden_size + 5 * 8 + 4), shifts=True),
         Part("teacher probabilities", 2 * forward.teacher * config.draft_vocab_size, shifts=True),
@@ -73,17 +91,18 @@ def memory(config: DrafterConfig, forward: Forward, place: Place, recompute: boo
     ]
 
 
-def saved_bytes(config: DrafterConfig, forward: Forward, recompute: bool) -> dict[str, float]:
-    """What the forward pass keeps for the backward pass; with `recompute` one step's activations, and the edges of the others."""
+def saved_bytes(config: DrafterConfig, forward: Forward, recompute: bool, on_gpu: bool = False) -> dict[str, float]:
+    """What the forward pass keeps for the backward pass; with `recompute` one step's activations, and the edges of the others.
+
+    On a GPU each layer's first step keeps its mask as numbers; elsewhere nothing grows with the square of a row.
+    """
     hidden, slots, anchors = config.hidden_size, forward.rows * forward.length, forward.rows * forward.anchors
-    first = _layers(config, slots) + _row_attention(config, forward)
-    own_keys, deeper = range(1, forward.depth + 1), []
+    first = _layers(config, slots) + config.num_hidden_layers * 2 * slots * forward.length * on_gpu
+    steps_of_anchors, deeper = forward.depth, []
     if forward.replay:
-        glue = forward._replace(anchors=forward.anchors * forward.replay.lookahead)
-        one = _layers(config, forward.rows * glue.anchors) + _anchor_attention(config, glue, forward.replay.lookahead)
-        deeper = [one] * (1 + forward.replay.refresh)
-        own_keys = range(forward.replay.lookahead + 1, 2 * forward.replay.lookahead + 1)
-    deeper += [_layers(config, anchors) + _anchor_attention(config, forward, own) for own in own_keys]
+        deeper = [_layers(config, anchors * forward.replay.lookahead)] * (1 + forward.replay.refresh)
+        steps_of_anchors = forward.replay.lookahead
+    deeper += [_layers(config, anchors)] * steps_of_anchors
     edges = (4 + 2) * hidden + 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # inputs, and the step's keys
     if recompute:
         most = max([first, *deeper])
@@ -94,25 +113,13 @@ def saved_bytes(config: DrafterConfig, forward: Forward, recompute: bool) -> dic
 
 
 def _layers(config: DrafterConfig, tokens: int) -> float:
-    """The layers' parts without attention: norms and linear maps keep their input; the first layer has a third norm, of fp32 embeddings."""
-    hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
-    ordinary = (2 + 2) * 2 * hidden + 2 * queries + 3 * 2 * config.intermediate_size
+    """Norms and linear maps keep their input; attention its rotated queries and keys, values, and a number a head beside its output, which
+    is the input of a linear map. The first layer has a third norm, of fp32 embeddings.
+    """
+    hidden, heads, queries = config.hidden_size, config.num_attention_heads, config.num_attention_heads * config.head_dim
+    attention = 2 * queries + 2 * 2 * config.num_key_value_heads * config.head_dim + 4 * heads
+    ordinary = (2 + 2) * 2 * hidden + 2 * queries + 3 * 2 * config.intermediate_size + attention
     return tokens * (config.num_hidden_layers * ordinary + 4 * hidden + 2 * hidden)
-
-
-def _row_attention(config: DrafterConfig, forward: Forward) -> float:
-    """Queries, keys, values, output, and the mask as numbers."""
-    slots, heads = forward.rows * forward.length, config.num_attention_heads
-    each = 2 * 2 * (heads + config.num_key_value_heads) * config.head_dim + 4 * heads
-    return config.num_hidden_layers * (slots * each + 2 * slots * forward.length)
-
-
-def _anchor_attention(config: DrafterConfig, forward: Forward, own: int) -> float:
-    """Softmax in fp32 and in bf16, the queries twice, the anchor's own keys and values, and a copy of the first step's."""
-    heads, dim = config.num_attention_heads, config.head_dim
-    keys = 2 * 2 * config.num_key_value_heads * dim
-    each = heads * (forward.length + own) * (4 + 2) + 2 * 2 * heads * dim + keys * own + forward.length
-    return config.num_hidden_layers * (forward.rows * forward.anchors * each + forward.rows * forward.length * keys)
 
 
 class Moved(NamedTuple):

@@ -19,6 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from drafters.eagle3_ssd.align import EMBED_AHEAD
 from drafters.eagle3_ssd.model import Eagle3Drafter
+from infer.kernels import cpu_attention
+from train import anchor_attention
+from train.anchor_attention import Span
 
 
 class Rows(NamedTuple):
@@ -70,8 +73,8 @@ def unroll(
 def first_step(drafter: Eagle3Drafter, rows: Rows, features_BTH: Tensor, recompute: bool = False) -> FirstStep:
     """Step 0, with true features, at every slot."""
     every_slot = torch.arange(rows.token_ids.shape[1], device=features_BTH.device).expand(rows.token_ids.shape)
-    sight = Sight(_visible(rows.document_ids, every_slot, every_slot), None)
-    return FirstStep(*_runner(recompute)(drafter, _embed(drafter, rows, every_slot), features_BTH, rows.positions, sight, (), ()))
+    span = _seen(rows.document_ids, every_slot, every_slot)
+    return FirstStep(*_runner(recompute)(drafter, _embed(drafter, rows, every_slot), features_BTH, rows.positions, span, (), ()))
 
 
 def deeper_steps(
@@ -90,9 +93,9 @@ def deeper_steps(
     own: tuple[StepKeys, ...] = ()
     for d in range(1, depth + 1):
         reach = 0 if window is None else max(0, d - window)
-        sight = Sight(_visible(rows.document_ids, anchors_BA, anchors_BA + reach), None)
+        span = _seen(rows.document_ids, anchors_BA, anchors_BA + reach)
         recent = own if window is None else own[len(own) - min(len(own), window - 1) :]
-        hidden, keys = run(drafter, _embed(drafter, rows, anchors_BA + d), hidden, first_positions + d, sight, first.keys, recent)
+        hidden, keys = run(drafter, _embed(drafter, rows, anchors_BA + d), hidden, first_positions + d, span, first.keys, recent)
         own = (*own, keys)
         yield hidden
 
@@ -126,14 +129,14 @@ def glue_replay(
     batch, anchors, lookahead, _ = stale_BAKH.shape
     run, device = _runner(recompute), anchors_BA.device
     first_positions = rows.positions.gather(1, anchors_BA)
-    visible = _visible(rows.document_ids, anchors_BA, anchors_BA)
+    span = _seen(rows.document_ids, anchors_BA, anchors_BA)
     ahead = torch.arange(1, lookahead + 1, device=device)
     causal = torch.ones(lookahead, lookahead, dtype=torch.bool, device=device).tril()[None, None]
     slots, positions = ((start[..., None] + ahead).flatten(1) for start in (anchors_BA, first_positions))
     embeds, newest, features = _embed(drafter, rows, slots), _at(first.hidden, anchors_BA)[:, :, None], stale_BAKH
     outputs, glue_keys = newest, ()
     for _ in range(refresh + 1):
-        glue, glue_keys = run(drafter, embeds, features.flatten(1, 2), positions, Sight(visible, causal), first.keys, ())
+        glue, glue_keys = run(drafter, embeds, features.flatten(1, 2), positions, span._replace(own=causal), first.keys, ())
         outputs = torch.cat((newest, glue.view(batch, anchors, lookahead, -1)), dim=2)
         features = outputs[:, :, :-1]
     hidden = outputs.gather(2, forks_BA[..., None, None].expand(-1, -1, 1, outputs.shape[-1]))[:, :, 0]
@@ -141,9 +144,9 @@ def glue_replay(
     seen = (ahead <= forks_BA[..., None])[:, :, None]
     branch = []
     for m in range(1, lookahead + 1):
-        sight = Sight(visible, F.pad(seen, (0, m), value=True))
+        with_own = span._replace(own=F.pad(seen, (0, m), value=True))
         place = forks_BA + m
-        hidden, keys = run(drafter, _embed(drafter, rows, anchors_BA + place), hidden, first_positions + place, sight, first.keys, own)
+        hidden, keys = run(drafter, _embed(drafter, rows, anchors_BA + place), hidden, first_positions + place, with_own, first.keys, own)
         own = (*own, keys)
         branch.append(hidden)
     return Replay(outputs, torch.stack(branch, dim=2))
@@ -162,19 +165,13 @@ def stale_features(drafter: Eagle3Drafter, rows: Rows, first: FirstStep, origins
     return torch.stack(steps, dim=2).gather(2, index[..., None].expand(-1, -1, -1, steps[0].shape[-1]))
 
 
-class Sight(NamedTuple):
-    """What queries see: step-0 slots, bool [B, A, T] (in step 0 A is T), and own keys, bool [.., .., Q, I]; None is all of them."""
-
-    slots: Tensor
-    own: Tensor | None
-
-
-def _visible(document_ids_BT: Tensor, anchors_BA: Tensor, last_BA: Tensor) -> Tensor:
-    """bool [B, A, T]: step-0 slots up to `last` in the anchor's document."""
+def _seen(document_ids_BT: Tensor, anchors_BA: Tensor, last_BA: Tensor) -> Span:
+    """Step-0 slots up to `last` in the anchor's document. A document's slots lie side by side."""
     length = document_ids_BT.shape[1]
     slots_T = torch.arange(length, device=document_ids_BT.device)
     same = document_ids_BT.gather(1, anchors_BA)[..., None] == document_ids_BT[:, None, :]
-    return same & (slots_T <= last_BA[..., None])
+    start = same.to(torch.uint8).argmax(-1)
+    return Span(start, start + (same & (slots_T <= last_BA[..., None])).sum(-1))
 
 
 def _embed(drafter: Eagle3Drafter, rows: Rows, slots_BS: Tensor) -> Tensor:
@@ -200,7 +197,7 @@ def _step(
     embeds_BSH: Tensor,
     features_BSH: Tensor,
     positions_BS: Tensor,
-    sight: Sight,
+    span: Span,
     prefix: StepKeys,
     own: tuple[StepKeys, ...],
 ) -> tuple[Tensor, StepKeys]:
@@ -210,37 +207,18 @@ def _step(
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         made.append(Keys(key, value))
         if not prefix:
-            return _attend_rows(query, key, value, sight.slots)
-        return attend_own(query, prefix[layer], sight, [*(step[layer] for step in own), made[layer]])
+            return _attend_rows(query, key, value, span)
+        return anchor_attention.attend(query, prefix[layer], span, [*(step[layer] for step in own), made[layer]])
 
     hidden = drafter(embeds_BSH, features_BSH, positions_BS, attend)
     return hidden, tuple(made)
 
 
-def _attend_rows(query_BTND: Tensor, key_BTMD: Tensor, value_BTMD: Tensor, visible_BTT: Tensor) -> Tensor:
-    query, key, value = (x.transpose(1, 2) for x in (query_BTND, key_BTMD, value_BTMD))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible_BTT[:, None], enable_gqa=True).transpose(1, 2)
-
-
-def attend_own(query_BSND: Tensor, prefix: Keys, sight: Sight, own: list[Keys]) -> Tensor:
-    """Softmax over the visible step-0 keys [B, T, M, D] and the anchor's own keys, [B, A x some, M, D] each.
-
-    Returns [B, S, N, D]. Each anchor meets only its own keys, so those scores are I numbers a query instead of a matrix.
-    """
-    batch, anchors, length = sight.slots.shape
-    groups, dim = prefix.key.shape[2:]
-    query = query_BSND.view(batch, anchors, -1, groups, query_BSND.shape[2] // groups, dim).permute(0, 3, 4, 1, 2, 5) * dim**-0.5
-    own_key, own_value = (
-        torch.cat([part.view(batch, anchors, -1, groups, dim) for part in parts], dim=2).permute(0, 3, 1, 2, 4)  # [B, M, A, I, D]
-        for parts in zip(*own, strict=True)
-    )
-    shape = query.shape[2:-1]  # G, A, Q
-    far = query.flatten(2, 4) @ prefix.key.permute(0, 2, 3, 1)  # [B, M, G A Q, T]
-    far = far.float().unflatten(2, shape).masked_fill(~sight.slots[:, None, None, :, None], -torch.inf)
-    near = torch.einsum("bmgaqd,bmaid->bmgaqi", query, own_key).float()
-    if sight.own is not None:
-        near = near.masked_fill(~sight.own[:, None, None], -torch.inf)
-    weights = torch.cat((far, near), dim=-1).softmax(-1).to(prefix.value.dtype)
-    mixed = (weights[..., :length].flatten(2, 4) @ prefix.value.permute(0, 2, 1, 3)).unflatten(2, shape)
-    mixed = mixed + torch.einsum("bmgaqi,bmaid->bmgaqd", weights[..., length:], own_value)
-    return mixed.permute(0, 3, 4, 1, 2, 5).reshape(query_BSND.shape)
+def _attend_rows(query: Tensor, key: Tensor, value: Tensor, span: Span) -> Tensor:
+    """[B, T, N, D]. CPUs spend twice as long in torch's own, which forms every score of a masked row."""
+    if cpu_attention.available(query):
+        return anchor_attention.attend_rows(query, key, value, span)
+    slots = torch.arange(key.shape[1], device=key.device)
+    seen_BTT = (slots >= span.start[..., None]) & (slots < span.stop[..., None])
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen_BTT[:, None], enable_gqa=True).transpose(1, 2)

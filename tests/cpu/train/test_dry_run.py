@@ -130,8 +130,18 @@ def test_the_shipped_recipe_is_planned_without_a_download(tmp_path: Path) -> Non
     assert "135M parameters, 269.0 MB" in done.stdout and "20.4M parameters trained, 28.3M frozen" in done.stdout
     assert "Expected hours on 1 x H100 at 40% of 989TFLOP/s" in done.stdout
     assert list(tmp_path.iterdir()) == [] or not list(tmp_path.rglob("*.safetensors"))
-    done = subprocess.run([*command, "--dry-run", "--gpu", "H10"], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 2 and "did you mean 'H100'" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_mistyped_device_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from drafters.errors import run_command
+    from train.eagle3_selfcond import main
+
+    arguments = ["--config", str(ROOT / "recipes/smollm2-135m/train.yaml"), "--dry-run"]
+    mistakes = {"--gpu=H10": "did you mean 'H100'", "--ranks=0": "--ranks = 0", "--launch=none.yaml": "no such file"}
+    for wrong, said in mistakes.items():
+        assert run_command(main, [*arguments, wrong]) == 2
+        err = capsys.readouterr().err
+        assert said in err and len(err.splitlines()) == 1
 
 
 def test_what_does_not_fit_is_said(place: Path) -> None:

@@ -13,10 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from drafters.eagle3_ssd.config import DrafterConfig
 from drafters.eagle3_ssd.model import Eagle3Drafter
+from drafters.errors import UserError
 from tests.cpu.train.small import packed
 from train.config import LossSettings
 from train.features import Features
-from train.memory import SLACK, Part, Place, Sharding, memory, moved_bytes, peak, saved_bytes
+from train.memory import SLACK, Part, Place, Sharding, memory, moved_bytes, peak, saved_bytes, spread_of
 from train.objective import Objective, Scales, choose_anchors, count
 from train.plan import Forward, parameters
 
@@ -82,6 +83,16 @@ def test_ranks_share_what_their_sharding_says() -> None:
     assert states(Sharding.ZERO1) == [4, 4, 2]
     assert states(Sharding.ZERO2) == [4, 1, 2]
     assert states(Sharding.ZERO3) == states(Sharding.FSDP2) == [1, 1, 2]
+
+
+def test_accelerate_configs_say_how_a_run_is_spread(tmp_path: Path) -> None:
+    found = {file.stem: spread_of(str(file)) for file in (ROOT / "recipes" / "accelerate").glob("*.yaml")}
+    assert spread_of(None) == (1, Sharding.NONE) and found["ddp"] == (8, Sharding.NONE) and found["fsdp2"] == (8, Sharding.FSDP2)
+    assert [found[f"zero{n}"][1] for n in (1, 2, 3)] == [Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3]
+    assert found["several-nodes"][0] == 16
+    (tmp_path / "x.yaml").write_text("distributed_type: MEGATRON_LM\nnum_processes: 8\n")
+    with pytest.raises(UserError, match="'MEGATRON_LM'.*cannot be planned for"):
+        spread_of(str(tmp_path / "x.yaml"))
 
 
 def test_the_allocator_takes_more_of_what_comes_and_goes() -> None:
