@@ -201,7 +201,8 @@ def new_request(
     A stop string that is a special token, such as "<|im_end|>", also stops as a token: special tokens have no text.
     """
     check_token_ids(params, target.facts.vocab_size)
-    special = {text: target.tokenizer.convert_tokens_to_ids(text) for text in target.tokenizer.all_special_tokens if params.stop}
+    names = target.tokenizer.all_special_tokens if params.stop else ()
+    special = {text: target.tokenizer.convert_tokens_to_ids(text) for text in names}
     stops = {*params.stop_token_ids, *(special[text] for text in params.stop if text in special)}
     if not params.ignore_eos:
         stops.update(target.facts.end_token_ids)

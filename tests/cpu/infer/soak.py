@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+import infer.drafting
 from drafters.targets import Target
 from infer.config import EngineSettings, Mode
 from infer.drafting import PATIENCE, DraftState
@@ -34,6 +35,7 @@ LIMIT, BATCH = 96, 4
 PROMPTS = 40
 SURE = 1e-3  # least distance of the two best logits at every token that is compared: rounding does not decide
 LONGEST_STEP = PATIENCE + 8.0  # seconds; the machine may be busy
+STABLE = 2.0  # seconds: else the pauses before a start grow, and few faults find a drafter that serves
 LEAK = 40 * 2**20  # bytes: less than ten thousand requests would leave behind if each kept its features
 
 
@@ -169,6 +171,7 @@ def run(requests: int, seed: int, directory: Path) -> Soak:
         target_devices=("cpu",),
         draft_devices=("cpu",),
     )
+    infer.drafting.STABLE = STABLE
     answers = known_answers(target, settings, seed)
     assert len(answers) > PROMPTS / 2, f"only {len(answers)} texts without close calls"
     with launch(settings, Mode.SSD, target) as engine:

@@ -9,20 +9,16 @@ from typing import Any
 
 import pytest
 
+import infer.drafting
 from drafters.errors import UserError
 from drafters.targets import Target
 from infer.config import EngineSettings, Mode
 from infer.launch import launch
 from infer.request import FinishReason, Request, SamplingParams, Source
 from infer.text import REPLACEMENT, decode
-from tests.trained import drain, random_prompts, run, trained_pair
+from tests.trained import drain, random_prompts, run
 
 NEW = 32
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
-    return trained_pair(tmp_path_factory.mktemp("engine"))
 
 
 @pytest.fixture(scope="module")
@@ -241,21 +237,23 @@ def test_a_request_larger_than_the_pool_is_refused(pair: tuple[Target, Path]) ->
         engine.submit(list(range(3, 30)), SamplingParams(max_new_tokens=60))
 
 
-def test_a_killed_draft_process_costs_speed_not_tokens(
-    pair: tuple[Target, Path], prompts: list[list[int]], expected: list[list[int]]
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_draft_process_that_is_killed_or_stopped_costs_speed_not_tokens(
+    pair: tuple[Target, Path], prompts: list[list[int]], expected: list[list[int]], fault: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(infer.drafting, "PATIENCE", 0.5)
     with launch(_settings(pair, batch_size=2), Mode.SSD, pair[0]) as engine:
         names = [engine.submit(prompt, SamplingParams(max_new_tokens=NEW)) for prompt in prompts]
         ended: dict[str, Request] = {}
-        steps, killed = 0, None
+        steps, struck = 0, None
         while engine.has_work:
             ended |= {o.request_id: o.request for o in engine.step() if o.finish_reason}
             steps += 1
             if steps == 6:
                 assert engine.draft_alive and engine.draft_pid
-                killed = engine.draft_pid
-                os.kill(killed, signal.SIGKILL)
-        assert not engine.draft_alive or engine.draft_pid != killed
+                struck = engine.draft_pid
+                os.kill(struck, fault)
+        assert not engine.draft_alive or engine.draft_pid != struck
         engine.check()
     assert [ended[name].new_tokens for name in names] == expected
     sources = _sources([ended[name] for name in names])

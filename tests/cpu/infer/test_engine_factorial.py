@@ -11,16 +11,11 @@ import pytest
 from drafters.targets import Target
 from infer.config import EngineSettings, Mode
 from infer.request import SamplingParams, Source
-from tests.trained import random_prompts, run, trained_pair
+from tests.trained import random_prompts, run
 
 NEW = 24
 POLICIES, FALLBACKS, REFRESHES, BATCHES = ("uniform", "geometric"), ("jit", "ngram", "none"), (0, 1, 3), (1, 4, 16)
 ALL = list(itertools.product(POLICIES, FALLBACKS, REFRESHES, BATCHES))
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
-    return trained_pair(tmp_path_factory.mktemp("factorial"))
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,10 @@ from infer.config import EngineSettings, Mode
 from infer.engine import Engine
 from infer.launch import launch
 from infer.request import FinishReason, Request, SamplingParams
-from tests.trained import drain, random_prompts, run, trained_pair
+from tests.trained import drain, random_prompts, run
 
 NEW, BLOCK = 24, 16
 GREEDY = SamplingParams(max_new_tokens=NEW)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
-    return trained_pair(tmp_path_factory.mktemp("load"))
 
 
 @pytest.fixture(scope="module")

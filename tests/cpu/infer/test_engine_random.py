@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 import infer.drafting as drafting_module
 from drafters.errors import UserError
@@ -39,6 +39,8 @@ class Clock:
 
 class EngineLife(RuleBasedStateMachine):
     """What may happen to an engine between two rounds, and the plain model: what each request has to answer, and what it has shown."""
+
+    steps = 0  # of all lives
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,6 +120,10 @@ class EngineLife(RuleBasedStateMachine):
     def rest(self) -> None:
         self.sim.engine.rest()
 
+    @invariant()
+    def count_steps(self) -> None:
+        EngineLife.steps += 1
+
     def teardown(self) -> None:
         """Whatever happened, everybody is answered, and then both pools are as empty as at the start."""
         if not hasattr(self, "sim"):
@@ -193,7 +199,9 @@ def test_random_lives() -> None:
 
 @pytest.mark.long
 def test_ten_thousand_random_steps() -> None:
-    _live(lives=200, steps=50)
+    until = EngineLife.steps + 10_000
+    while EngineLife.steps < until:
+        _live(lives=100, steps=50)
 
 
 def test_the_simulation_finds_keys_that_were_never_written() -> None:

@@ -1,0 +1,16 @@
+"""What several files of this folder share, made once for a test process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from drafters.targets import Target
+from tests.trained import trained_pair
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
+    """A tiny target and a drafter that was trained on what it writes."""
+    return trained_pair(tmp_path_factory.mktemp("trained"))
