@@ -144,8 +144,8 @@ class _HeadLosses(torch.autograd.Function):
         ctx.save_for_backward(grad_hidden, grad_head)
         ctx.mark_non_differentiable(figures)
         each = Figures(*figures.unbind(1))
-        loss = base @ (mix.kl * each.kl + mix.acceptance * each.rejection)
-        return (loss if bonus is None else loss + bonus @ each.bonus), figures
+        loss = (base * (mix.kl * each.kl + mix.acceptance * each.rejection)).sum()  # a product `@` would be bf16 under autocast
+        return (loss if bonus is None else loss + (bonus * each.bonus).sum()), figures
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, grad_figures: Tensor) -> Any:

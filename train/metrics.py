@@ -39,7 +39,8 @@ class Metrics:
         """Add one record."""
         self._line(values)
         if self.run is not None:
-            self.run.log(flatten({name: value for name, value in values.items() if name != "step"}), step=values["step"])
+            flat = flatten({name: value for name, value in values.items() if name != "step"})
+            self.run.log({name: value for name, value in flat.items() if value is not None}, step=values["step"])
 
     def close(self) -> None:
         """Finish the records."""
@@ -88,7 +89,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, Mapping):
             result |= flatten(value, f"{prefix}{name}/")
-        elif isinstance(value, list | tuple) and value and isinstance(value[0], Mapping | int | float | list):
+        elif isinstance(value, list | tuple) and value and isinstance(value[0], Mapping | int | float | list | None):
             result |= flatten({_place(index, entry): _body(entry) for index, entry in enumerate(value)}, f"{prefix}{name}/")
         else:
             result[f"{prefix}{name}"] = value

@@ -202,12 +202,17 @@ class Objective(nn.Module):
         return Teacher(probs, place, self.draft_to_target[place] == best)
 
 
-def step_values(sums_DC: Tensor, computed_D: Sequence[float]) -> dict[str, list[float]]:
-    """Averages by depth of what is logged, from sums and numbers of predictions over all processes."""
-    number = torch.tensor(computed_D, dtype=torch.float64).clamp(min=1)
-    each = Figures(*(sums_DC.double().cpu() / number[:, None]).T.tolist())
-    rejected = [1 - rejection for rejection in each.rejection]
-    return {"kl": each.kl, "acceptance": rejected, "accuracy": each.correct, "teacher_mass_missing": each.missing, "bonus": each.bonus}
+def step_values(sums_DC: Tensor, computed_D: Sequence[float]) -> dict[str, list[float | None]]:
+    """Averages by depth of what is logged, from sums and numbers of predictions over all processes; None where there was none."""
+    columns = Figures(*sums_DC.double().cpu().T.tolist())
+
+    def average(sums_D: Sequence[float]) -> list[float | None]:
+        return [value / number if number else None for value, number in zip(sums_D, computed_D, strict=True)]
+
+    accepted = [number - rejected for number, rejected in zip(computed_D, columns.rejection, strict=True)]
+    logged = {"kl": columns.kl, "acceptance": accepted, "accuracy": columns.correct}
+    logged |= {"teacher_mass_missing": columns.missing, "bonus": columns.bonus}
+    return {name: average(sums) for name, sums in logged.items()}
 
 
 def step_counts(sums_DC: Tensor, computed_D: Sequence[float]) -> list[list[float]]:

@@ -68,7 +68,8 @@ def train_step(run: Run, progress: Progress, interrupted: bool, out_of_time: boo
     values.update(depth=stage.depth, lr=lr, grad_norm=norm, predictions=int(sum(computed)), tokens_per_second=tokens / seconds)
     values["utilisation"] = run.meter.share(step, [forward_of(*pair) for pair in zip(batches, counts, strict=True)], seconds)
     run.metrics.write({"step": step + 1, **values})
-    note = f"depth {stage.depth} loss {values['loss']:.3f} top-1 {values['accuracy'][0]:.2f} .. {values['accuracy'][-1]:.2f}"
+    accuracy = [share for share in values["accuracy"] if share is not None] or [0.0]
+    note = f"depth {stage.depth} loss {values['loss']:.3f} top-1 {accuracy[0]:.2f} .. {accuracy[-1]:.2f}"
     run.console.show("training", step + 1, settings.total_steps, note, run.meter.left(step + 1))
     tally = remember(progress.tally, step_counts(figures, computed))
     return StepResult(values, tally, bool(reduced[-2] > 0), bool(reduced[-1] > 0))

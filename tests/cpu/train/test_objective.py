@@ -14,7 +14,7 @@ from tests.cpu.train.small import DRAFT_VOCAB, HIDDEN, TWO_ROWS, VOCAB, small_dr
 from train.config import LossSettings, Stage
 from train.features import Features
 from train.losses import Figures, acceptance, bonus_greedy, kl, loss_scales, supervised, teacher_probabilities
-from train.objective import Anchors, Counts, Objective, Rounds, Scales, choose_anchors, count
+from train.objective import Anchors, Counts, Objective, Rounds, Scales, choose_anchors, count, step_values
 from train.step import scales_of
 from train.unroll import Rows, first_step, glue_replay, stale_features, unroll
 from train.visits import Rates, depth_weights, visits
@@ -230,5 +230,19 @@ def test_bf16_is_close_to_fp32(depth: int) -> None:
     ones = Scales([1.0] * (depth + 1), [1.0] * (depth + 1))
     exact = model(features, anchors, depth, ones)[0]
     model.dtype = torch.bfloat16
-    rounded = model(features, anchors, depth, ones)[0]
+    rounded, sums = model(features, anchors, depth, ones)
+    total = Figures(*sums.sum(0))
+    assert rounded.item() == pytest.approx((0.7 * total.kl + 0.4 * total.rejection + 0.6 * total.bonus).item(), rel=1e-6), "summed in fp32"
     assert rounded.item() == pytest.approx(exact.item(), rel=0.05) and rounded.item() != exact.item()
+
+
+def test_a_depth_without_predictions_has_no_figures() -> None:
+    sums = torch.arange(14.0).view(2, 7)
+    values = step_values(sums, [4.0, 0.0])
+    assert values == {
+        "kl": [0.0, None],
+        "acceptance": [1 - 1 / 4, None],
+        "accuracy": [2 / 4, None],
+        "teacher_mass_missing": [5 / 4, None],
+        "bonus": [6 / 4, None],
+    }
