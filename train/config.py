@@ -25,9 +25,10 @@ class FeatureSettings(Settings):
 
     mode: Literal["offline", "online"] = "offline"
     directory: str = "runs/features"
+    per_node: bool = Field(default=False, description="each node has its own directory, and builds the whole store there")
     rows_per_shard: PositiveInt = 32
     rows_per_forward: PositiveInt = 4
-    max_gigabytes: PositiveFloat = Field(default=50.0, description="refuse to write a larger store")
+    max_gigabytes: PositiveFloat = Field(default=50.0, description="ask before writing a larger store; --yes agrees")
 
 
 class DrafterSettings(Settings):

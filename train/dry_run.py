@@ -18,12 +18,12 @@ from drafters.eagle3_ssd.config import DrafterConfig
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.errors import UserError
 from train.config import Stage, TrainSettings
-from train.features import store_bytes
 from train.gpus import USABLE, Gpu, gpu_named
 from train.memory import SLACK, Part, Place, Sharding, memory, moved_bytes, peak
 from train.plan import Forward, Product, flops, forwards, parameters, products, replayed
 from train.prepare import split
 from train.sizes import TargetSize, drafter_config, target_size
+from train.store import store_bytes
 from train.throughput import measured_seconds
 
 LAUNCHES = 1e-3  # seconds a GPU needs at least for one layer of one drafter step, forward and backward: some 200 launches of 5 us
@@ -201,7 +201,7 @@ def _facts(plan: Plan) -> Table:
         stored = "none: features.mode=online"
     elif plan.rows.counted:
         fits = _store_bytes(plan) <= settings.features.max_gigabytes * 1e9
-        limit = f", more than features.max_gigabytes = {settings.features.max_gigabytes:g}: training would refuse"
+        limit = f", more than features.max_gigabytes = {settings.features.max_gigabytes:g}: training asks first"
         stored = f"{size(_store_bytes(plan))} in {settings.features.directory}{'' if fits else limit}"
     else:
         stored = f"{size(_store_bytes(plan))} for each million tokens of rows"

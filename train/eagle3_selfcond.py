@@ -45,14 +45,15 @@ def main(argv: list[str]) -> int:
     import torch  # below the settings, so that a mistyped key is answered at once
 
     from train.console import Console
+    from train.launch import rank
     from train.loop import train
-    from train.prepare import prepare
+    from train.prepare import Caller, prepare
 
-    console = Console(speaks=_environment("RANK", 0) == 0)
-    torch.set_num_threads(_environment("OMP_NUM_THREADS", os.cpu_count() or 1))
-    local_rank = _environment("LOCAL_RANK", 0)
-    device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
-    prepared = prepare(settings, device, local_rank == 0, console.say, console.show)
+    here = rank()
+    console = Console(speaks=here.rank == 0)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+    device = f"cuda:{here.local_rank}" if torch.cuda.is_available() else "cpu"
+    prepared = prepare(settings, Caller(device, here, options.yes, console.say, console.show))
     train(settings, prepared, console)
     return 0
 
@@ -63,6 +64,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     recipe = "a YAML recipe, for example recipes/smollm2-135m/train.yaml; given again, the next one is laid on top"
     parser.add_argument("--config", required=True, action="append", metavar="RECIPE", help=recipe)
     parser.add_argument("--dry-run", action="store_true", help="print what the run would take, and load nothing")
+    parser.add_argument("--yes", action="store_true", help="write the feature store whatever its size, as long as the disk has room")
     planning = parser.add_argument_group("with --dry-run")
     planning.add_argument("--gpu", default="H100", metavar="NAME", help="plan for this GPU, or 'cpu' for this machine [H100]")
     planning.add_argument("--launch", metavar="FILE", help="as this accelerate config spreads it, such as recipes/accelerate/zero2.yaml")
@@ -96,10 +98,6 @@ def check_launch() -> None:
             "`accelerate launch --cpu --num_processes N` starts one process only: "
             "use ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N"
         )
-
-
-def _environment(name: str, default: int) -> int:
-    return int(os.environ.get(name) or default)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,19 @@
-"""Features of the frozen target over packed rows: computed once and kept on disk in shards, or computed as they are needed.
+"""Features of the frozen target over packed rows, computed as they are needed (`train.store` keeps them on disk).
 
-Shapes: R rows of a shard, B rows of a batch, T positions, C = 3 Ht tap features, H target hidden size, V vocabulary.
+Shapes: B rows of a batch, T positions, P positions, C = 3 Ht tap features, H target hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from data.pack import PackedRow
-from drafters.errors import UserError
 from drafters.targets import Target, tap_features
 from infer.kernels.sample import greedy_ids
 
@@ -71,7 +63,7 @@ def compute_features(target: Target, rows: Sequence[PackedRow], tap_ids: Sequenc
     )
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def full_vocabulary(last_hidden_PH: Tensor, head_VH: Tensor) -> tuple[Tensor, Tensor]:
     """Log-normaliser fp32 [P] and argmax int64 [P] of the target's logits, never holding more than TILE rows of them."""
     normalisers, tops = [], []
@@ -96,108 +88,4 @@ class OnlineFeatures:
 
     def batch(self, rows: Sequence[int]) -> Features:
         """Features of the rows with these numbers."""
-        with torch.inference_mode():
-            features = compute_features(self.target, [self.rows[row] for row in rows], self.tap_ids)
-        return Features(*(tensor.clone() for tensor in features))  # inference tensors cannot enter autograd
-
-
-class StoredFeatures:
-    """Reads a store; files are mapped, so only the rows asked for are read."""
-
-    def __init__(self, directory: Path) -> None:
-        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
-        self.rows_per_shard, self.num_rows = index["rows_per_shard"], index["num_rows"]
-        self.shards = [safe_open(directory / name, framework="pt") for name in index["shards"]]
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def batch(self, rows: Sequence[int]) -> Features:
-        """Features of the rows with these numbers."""
-        return Features(*(torch.stack([self._read(name, row) for row in rows]) for name in Features._fields))
-
-    def _read(self, name: str, row: int) -> Tensor:
-        shard, place = divmod(row, self.rows_per_shard)
-        tensor = self.shards[shard].get_slice(name)[place]
-        return tensor.long() if tensor.dtype == torch.int32 else tensor
-
-
-INDEX = "index.json"
-POLL_SECONDS = 1.0
-
-
-def store_key(target: Target, rows: Sequence[PackedRow], tap_ids: Sequence[int]) -> str:
-    """What a store depends on: the target's weights and dtype, the taps, and every token, turn and document id of the rows."""
-    digest = hashlib.sha256(f"1 {target.facts.weight_hash} {target.lm_head_weight.dtype} {list(tap_ids)}".encode())
-    for row in rows:
-        for array in row:
-            digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()[:16]
-
-
-def store_bytes(num_rows: int, length: int, hidden_size: int, num_taps: int = 3, bytes_per_number: int = 2) -> int:
-    """Size of a store: taps and last hidden state, and six numbers of four bytes, for each position of each row."""
-    return num_rows * length * ((num_taps + 1) * hidden_size * bytes_per_number + 6 * 4)
-
-
-def build_store(
-    directory: Path,
-    target: Target,
-    rows: Sequence[PackedRow],
-    tap_ids: Sequence[int],
-    rows_per_shard: int,
-    rows_per_forward: int,
-    progress: Callable[[int, int], None],
-) -> Path:
-    """Write the store for `rows` below `directory`, or go on with a half-written one. Returns its own directory.
-
-    `progress(done, total)` counts rows. Each shard is written beside and renamed, the index comes last: a store with an index
-    is complete.
-    """
-    place = directory / f"{store_key(target, rows, tap_ids)}-{rows_per_shard}"
-    place.mkdir(parents=True, exist_ok=True)
-    if (place / INDEX).is_file():
-        return place
-    names = [f"shard-{number:05d}.safetensors" for number in range(-(-len(rows) // rows_per_shard))]
-    for number, name in enumerate(names):
-        first = number * rows_per_shard
-        part = rows[first : first + rows_per_shard]
-        if not (place / name).is_file():
-            _write_shard(place / name, target, part, tap_ids, rows_per_forward, lambda done, first=first: progress(first + done, len(rows)))
-        progress(first + len(part), len(rows))
-    index = {"shards": names, "rows_per_shard": rows_per_shard, "num_rows": len(rows)}
-    _write_beside(place / INDEX, lambda beside: beside.write_text(json.dumps(index), encoding="utf-8"))
-    return place
-
-
-def await_store(place: Path) -> None:
-    """Wait until another process has completed the store."""
-    while not (place / INDEX).is_file():
-        time.sleep(POLL_SECONDS)
-
-
-def refuse_if_large(num_bytes: int, max_gigabytes: float) -> None:
-    """Raise `UserError` where a store would be larger than the user allows."""
-    if num_bytes > max_gigabytes * 1e9:
-        raise UserError(
-            f"the feature store would take {num_bytes / 1e9:.1f} GB, features.max_gigabytes = {max_gigabytes:g}: "
-            "raise it, set features.mode=online, or read fewer conversations (data.max_conversations)"
-        )
-
-
-def _write_shard(
-    file: Path, target: Target, rows: Sequence[PackedRow], tap_ids: Sequence[int], rows_per_forward: int, progress: Callable[[int], None]
-) -> None:
-    parts = []
-    for start in range(0, len(rows), rows_per_forward):
-        features = compute_features(target, rows[start : start + rows_per_forward], tap_ids)
-        parts.append(Features(*(x.to("cpu", torch.int32 if x.dtype == torch.int64 else x.dtype) for x in features)))
-        progress(min(start + rows_per_forward, len(rows)))
-    tensors = {name: torch.cat([getattr(part, name) for part in parts]).contiguous() for name in Features._fields}
-    _write_beside(file, lambda beside: save_file(tensors, beside))
-
-
-def _write_beside(final: Path, write: Callable[[Path], object]) -> None:
-    beside = final.with_name(f".{final.name}.{os.getpid()}")
-    write(beside)
-    os.replace(beside, final)
+        return compute_features(self.target, [self.rows[row] for row in rows], self.tap_ids)

@@ -6,7 +6,9 @@ Runs before the process group exists, so a process that fails here leaves nobody
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,16 +19,29 @@ from data.render import Example, render_all
 from drafters.eagle3_ssd.config import default_taps
 from drafters.errors import UserError
 from drafters.targets import Target, load_target
+from train import store
 from train.config import TrainSettings
-from train.features import FeatureSource, OnlineFeatures, StoredFeatures, await_store, build_store, refuse_if_large, store_bytes, store_key
+from train.features import FeatureSource, OnlineFeatures
 from train.initialise import Start, start
+from train.launch import Rank
+from train.store import StoredFeatures
 
 Say = Callable[[str], None]
 ShowProgress = Callable[[str, int, int], None]
 
 
+class Caller(NamedTuple):
+    """The process that prepares, and how it speaks. `agrees`: the user has agreed to a store of any size (--yes)."""
+
+    device: str
+    rank: Rank
+    agrees: bool
+    say: Say
+    show: ShowProgress
+
+
 class Prepared(NamedTuple):
-    """What the training loop needs. `data` describes the data set for the card."""
+    """What the training loop needs. `data` describes the data set for the card. The target's layers are there only if they run in it."""
 
     target: Target
     start: Start
@@ -36,9 +51,14 @@ class Prepared(NamedTuple):
     key: str
 
 
-def prepare(settings: TrainSettings, device: str, writes: bool, say: Say, show: ShowProgress) -> Prepared:
-    """Prepare a run. `writes`: this process writes the feature store; the others wait for it."""
-    target = load_target(settings.target, settings.dtype, device, fuse_layers=False)
+def prepare(settings: TrainSettings, caller: Caller) -> Prepared:
+    """Prepare a run, in every process."""
+    say = caller.say
+    try:
+        Path(settings.features.directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"features.directory = {settings.features.directory!r} cannot be made ({error}): name another one") from error
+    target = load_target(settings.target, settings.dtype, caller.device, fuse_layers=False)
     conversations = [c for path in settings.data.paths for c in read_conversations(path, settings.data.max_conversations)]
     kept, heldout = split(conversations, settings.data.heldout_conversations)
     options = settings.data.template
@@ -57,8 +77,12 @@ def prepare(settings: TrainSettings, device: str, writes: bool, say: Say, show: 
     say(f"data: {data['conversations']} conversations, {data['response_tokens']} response tokens in {data['rows']} rows")
     for note in first.notes:
         say(note)
-    sources = [_source(settings, target, part, taps, writes, say, show) for part in rows]
-    return Prepared(target, first, sources[0], sources[1], data, _key(settings, target, rows[0]))
+    key = _key(settings, target, rows[0])
+    if settings.features.mode == "online":
+        training, measured_on = (OnlineFeatures(target, part, taps) for part in rows)
+        return Prepared(target, first, training, measured_on, data, key)
+    training, measured_on = offline(settings, target, rows, taps, caller)
+    return Prepared(replace(target, model=None), first, training, measured_on, data, key)  # its layers are not needed any more
 
 
 def split(conversations: Sequence[Conversation], heldout: int) -> tuple[list[Conversation], list[Conversation]]:
@@ -76,22 +100,36 @@ def split(conversations: Sequence[Conversation], heldout: int) -> tuple[list[Con
     return ordered[heldout:], ordered[:heldout]
 
 
-def _source(
-    settings: TrainSettings, target: Target, rows: list[PackedRow], taps: Sequence[int], writes: bool, say: Say, show: ShowProgress
-) -> FeatureSource:
-    options = settings.features
-    if options.mode == "online":
-        return OnlineFeatures(target, rows, taps)
-    directory = Path(options.directory)
-    place = directory / f"{store_key(target, rows, taps)}-{options.rows_per_shard}"
-    if not writes:
-        await_store(place)
-        return StoredFeatures(place)
-    num_bytes = store_bytes(len(rows), settings.data.row_length, target.facts.hidden_size)
-    say(f"target features of {len(rows)} rows: {num_bytes / 1e9:.2f} GB in {place}")
-    refuse_if_large(num_bytes, options.max_gigabytes)
-    build_store(directory, target, rows, taps, options.rows_per_shard, options.rows_per_forward, lambda d, t: show("target features", d, t))
-    return StoredFeatures(place)
+def offline(
+    settings: TrainSettings, target: Target, rows: Sequence[Sequence[PackedRow]], taps: Sequence[int], caller: Caller
+) -> tuple[FeatureSource, FeatureSource]:
+    """Features in stores on disk, completed by all processes together; for training and for measuring."""
+    options, rank = settings.features, caller.rank
+    share = (rank.local_rank, rank.local_world) if options.per_node else (rank.rank, rank.world)
+    plans = [store.plan_store(Path(options.directory), target, part, taps, options.rows_per_shard) for part in rows]
+
+    def agrees(question: str) -> bool:
+        return caller.agrees or ask(question)
+
+    if share[0] == 0:
+        store.begin(plans, options.max_gigabytes, agrees, caller.say)
+    for plan in plans:
+        store.await_index(plan)
+
+        def show(done: int, total: int) -> None:
+            caller.show("target features", done, total)
+
+        store.build_share(plan, target, options.rows_per_forward, share, show)
+        store.await_shards(plan, show)
+    training, heldout = (StoredFeatures(plan.place) for plan in plans)
+    return training, heldout
+
+
+def ask(question: str) -> bool:
+    """Ask in the terminal; without one the answer is no."""
+    if not sys.stdin.isatty():
+        return False
+    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
 def _describe(settings: TrainSettings, examples: Sequence[Example], num_rejected: int, rows: Sequence[PackedRow]) -> dict[str, Any]:
@@ -108,5 +146,5 @@ def _describe(settings: TrainSettings, examples: Sequence[Example], num_rejected
 
 def _key(settings: TrainSettings, target: Target, rows: Sequence[PackedRow]) -> str:
     """What a training state depends on, besides settings that may change on resuming (curriculum, learning rate, ...)."""
-    parts = (settings.drafter.model_dump(), settings.seed, settings.batch.rows_per_step, store_key(target, rows, ()))
+    parts = (settings.drafter.model_dump(), settings.seed, settings.batch.rows_per_step, store.store_key(target, rows, ()))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -15,8 +15,9 @@ from drafters.settings import build_settings
 from tests.tiny import save_tiny_target
 from train.config import TrainSettings
 from train.console import Console
+from train.launch import rank
 from train.loop import train
-from train.prepare import prepare
+from train.prepare import Caller, prepare
 from train.state import read_state, states
 
 ROOT = Path(__file__).parents[3]
@@ -55,7 +56,7 @@ def recipe(place: Path, output: str, **changes: Any) -> dict[str, Any]:
 def run(place: Path, output: str, **changes: Any) -> Path:
     settings = build_settings(TrainSettings, recipe(place, output, **changes))
     console = Console(speaks=False)
-    return train(settings, prepare(settings, "cpu", True, console.say, console.show), console)
+    return train(settings, prepare(settings, Caller("cpu", rank(), False, console.say, console.show)), console)
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:

@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_said(place: Path) -> None:
     screen = io.StringIO()
     dry_run(settings, place / "train.yaml", H100, Console(file=screen, width=200))
     text = screen.getvalue()
-    assert "training would refuse" in text and "Does not fit" not in text and re.search(r"peak +│ +6\d\d\.\d MB", text)
+    assert "training asks first" in text and "Does not fit" not in text and re.search(r"peak +│ +6\d\d\.\d MB", text)
     wide = recipe(str(place / "target"), "none", row_length=100000)
     plan_text = io.StringIO()
     dry_run(wide, place / "train.yaml", H100._replace(device="L4"), Console(file=plan_text, width=200))
