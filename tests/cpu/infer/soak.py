@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -35,6 +36,8 @@ LIMIT, BATCH = 96, 4
 PROMPTS = 40
 SURE = 1e-3  # least distance of the two best logits at every token that is compared: rounding does not decide
 LONGEST_STEP = PATIENCE + 8.0  # seconds; the machine may be busy
+FAULTS = ("kill", "stop briefly", "stop for good", "stop longer than a round waits")
+ALONE = 30  # requests that end while there is no drafter, before the engine waits for it
 STABLE = 2.0  # seconds: else the pauses before a start grow, and few faults find a drafter that serves
 LEAK = 40 * 2**20  # bytes: less than ten thousand requests would leave behind if each kept its features
 
@@ -50,13 +53,17 @@ class Soak:
     memory: list[int] = field(default_factory=list)  # bytes, at each tenth of the way
 
 
-def soak(engine: Engine, answers: dict[tuple[int, ...], list[int]], requests: int, seed: int) -> Soak:
-    """Serve so many requests on one engine; `answers` are the whole texts after each prompt. Raises where anything is wrong."""
+def soak(engine: Engine, answers: dict[tuple[int, ...], list[int]], requests: int, seed: int, calm: tuple[int, int]) -> Soak:
+    """Serve so many requests on one engine; `answers` are the whole texts after each prompt. Raises where anything is wrong.
+
+    Between two faults of the draft process, `calm` requests end, from and to. Without a drafter only so many go on: then the engine
+    rests until it is back.
+    """
     rng, result = random.Random(seed), Soak()
     prompts, expected, shown, ended = sorted(answers), {}, {}, 0
-    next_fault, resume_at, stopped = rng.randint(20, 60), 0.0, 0
+    next_fault, resume_at, stopped, alone, kinds = rng.randint(*calm), 0.0, 0, 0, itertools.cycle(FAULTS)
     while ended < requests or engine.has_work:
-        while len(expected) < 3 * BATCH and ended + len(expected) < requests:
+        while len(expected) < 3 * BATCH and ended + len(expected) < requests and alone < ALONE:
             prompt, most = rng.choice(prompts), rng.choice([1, 2, 8, 16, 99])
             text = [*prompt, *answers[prompt]]
             start = rng.choice([len(prompt), rng.randint(len(prompt), len(text) - 1), rng.randint(len(text) - 6, len(text) - 1)])
@@ -64,6 +71,9 @@ def soak(engine: Engine, answers: dict[tuple[int, ...], list[int]], requests: in
             expected[name], shown[name] = text[start : start + most], []
         if expected and rng.random() < 0.02:
             engine.cancel(rng.choice(sorted(expected)))
+        if not engine.has_work:
+            engine.rest()
+            time.sleep(0.05)
         before = time.monotonic()
         outputs = engine.step()
         result.longest_step = max(result.longest_step, time.monotonic() - before)
@@ -78,13 +88,15 @@ def soak(engine: Engine, answers: dict[tuple[int, ...], list[int]], requests: in
                 ended += 1
                 if ended % max(1, requests // 10) == 0:
                     result.memory.append(_resident())
-        next_fault -= len([o for o in outputs if o.finish_reason])
+        finished = len([output for output in outputs if output.finish_reason])
+        alone = alone + finished if engine.draft_state is not DraftState.SERVING else 0
+        next_fault -= finished
         if stopped and time.monotonic() > resume_at:
             _signal(stopped, signal.SIGCONT)
             stopped = 0
         if next_fault <= 0 and engine.draft_state is DraftState.SERVING and not stopped:
-            stopped, resume_at = _fault(engine, rng, result)
-            next_fault = rng.randint(60, 180)
+            stopped, resume_at = _fault(engine, next(kinds), rng, result)
+            next_fault = rng.randint(*calm)
     engine.check()
     if stopped:
         _signal(stopped, signal.SIGCONT)
@@ -125,11 +137,10 @@ def _margin(target: Target, tokens: list[int], start: int) -> float:
     return float((best[:, 0] - best[:, 1]).min())
 
 
-def _fault(engine: Engine, rng: random.Random, result: Soak) -> tuple[int, float]:
+def _fault(engine: Engine, kind: str, rng: random.Random, result: Soak) -> tuple[int, float]:
     """Kill the draft process, or stop it: its id and until when, where it shall go on again."""
     pid = engine.draft_pid
     assert pid is not None
-    kind = rng.choice(["kill", "stop briefly", "stop longer than a round waits", "stop for good"])
     result.faults[kind] += 1
     if kind == "kill":
         _signal(pid, signal.SIGKILL)
@@ -155,7 +166,7 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def run(requests: int, seed: int, directory: Path) -> Soak:
+def run(requests: int, seed: int, directory: Path, calm: tuple[int, int] = (60, 180)) -> Soak:
     """The whole: models, known answers, the soak, and the books at the end. Raises where anything is wrong."""
     target, drafter = trained_pair(directory)
     settings = EngineSettings(
@@ -175,7 +186,7 @@ def run(requests: int, seed: int, directory: Path) -> Soak:
     answers = known_answers(target, settings, seed)
     assert len(answers) > PROMPTS / 2, f"only {len(answers)} texts without close calls"
     with launch(settings, Mode.SSD, target) as engine:
-        result = soak(engine, answers, requests, seed)
+        result = soak(engine, answers, requests, seed, calm)
         settle(engine)
     assert result.longest_step < LONGEST_STEP, f"a step took {result.longest_step:.1f} s"
     assert result.memory[-1] - result.memory[len(result.memory) // 4] < LEAK, f"memory grew: {[m >> 20 for m in result.memory]} MiB"
