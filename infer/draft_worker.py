@@ -137,7 +137,7 @@ class DraftWorker:
         for request in filter(self._is_behind, self._answered):
             request.in_flight = request.in_flight or self._no_speculation(request)
         drafted_now = [r for r in self._answered if r.in_flight is None]
-        for request, speculation in zip(drafted_now, self._chain(drafted_now), strict=True):
+        for request, speculation in zip(drafted_now, self.chain(drafted_now), strict=True):
             request.in_flight = speculation
         answers = [self._answer_of(request, sources[request.id]) for request in self._answered]
         busy, self._busy = self._busy + time.perf_counter() - started, 0.0
@@ -162,7 +162,7 @@ class DraftWorker:
     def _fill(self, requests: Sequence[DraftRequest]) -> None:
         proposed = [r for r in requests if r.in_flight and r.in_flight.tokens and not len(r.in_flight.features_KH)]
         given = [r.in_flight.tokens for r in proposed if r.in_flight]
-        for request, speculation in zip(proposed, self._chain(proposed, given), strict=True):
+        for request, speculation in zip(proposed, self.chain(proposed, given), strict=True):
             request.in_flight = speculation  # the n-gram's tokens, now with the drafter's own features
         outputs = self._glue(requests)
         chosen = self._select(requests, outputs)
@@ -268,7 +268,7 @@ class DraftWorker:
         assert request.in_flight is not None, request.id
         return Answer(request.id, request.round, source, request.in_flight.tokens, request.in_flight.probs_KD)
 
-    def _chain(self, requests: Sequence[DraftRequest], given: Sequence[tuple[int, ...]] | None = None) -> list[Speculation]:
+    def chain(self, requests: Sequence[DraftRequest], given: Sequence[tuple[int, ...]] | None = None) -> list[Speculation]:
         """Draft K tokens after the newest one of each request, or follow the `given` ones: extend, then one slot at a time."""
         if not requests:
             return []

@@ -225,6 +225,7 @@ def finish(measured: Sequence[Measured], target: Target, options: argparse.Names
     """Write `results.json`, the plots and the report; returns the results."""
     from infer.report import write_report
     from infer.results import build_results, write_json
+    from infer.retention import paired_tokens
 
     arguments = {
         "prompts": [str(path) for path in options.prompts],
@@ -233,7 +234,11 @@ def finish(measured: Sequence[Measured], target: Target, options: argparse.Names
         "temperature": options.temperature,
         "seed": options.seed,
     }
-    results = build_results(measured, target, arguments)
+    paired = {}
+    if not options.temperature:
+        with loading("replaying the hit rounds with fresh features ..."):
+            paired = {run.label: paired_tokens(run.answers, run.settings, target) for run in measured if run.mode is Mode.SSD}
+    results = build_results(measured, target, arguments, paired)
     write_json(out / "results.json", results)
     write_report(results, out)
     return results
@@ -254,6 +259,9 @@ def print_table(results: Mapping[str, Any]) -> None:
     for name, interval in results["ratio_intervals"].items():
         if interval:
             console.print(f"{name}: {interval['value']:.2f} (95 % interval {interval['low']:.2f} to {interval['high']:.2f})")
+    for run in results["runs"]:
+        if kept := run["retention"]:
+            console.print(f"retention of {run['label']}: {kept['value']:.3f} (95 % interval {kept['low']:.3f} to {kept['high']:.3f})")
     for pair in results["agreement"]:
         console.print(f"same tokens {pair['pair']}: {pair['equal']} of {pair['prompts']} prompts")
 

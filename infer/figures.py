@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from drafters.eagle3_ssd import speed
+from drafters.eagle3_ssd.speed import Interval
 from infer.request import RoundRecord, Source
 
 LOOKED_UP = frozenset({Source.HIT, Source.JIT, Source.NGRAM, Source.NONE})
@@ -36,14 +37,6 @@ class Spread(NamedTuple):
 
     p50: float
     p90: float
-
-
-class Interval(NamedTuple):
-    """A figure with its 95 % bootstrap interval over prompts."""
-
-    value: float
-    low: float
-    high: float
 
 
 class MeasuredTimes(NamedTuple):

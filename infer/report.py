@@ -25,6 +25,11 @@ GLOSSARY = (
     ("tokens per round", "Tokens committed for each forward of the target, the target's own token included. Alone it makes 1."),
     ("acceptance at position j", "How often the j-th drafted token is accepted, where those before it were."),
     ("hit rate", "How often the outcome of a verification was among those prepared for. The first round of an answer is not counted."),
+    (
+        "retention",
+        "Tokens per round after hits, over those of drafts from the target's own features at the same places (replayed afterwards): "
+        "what is left when features lag behind.",
+    ),
     ("waits / busy", "In hit rounds, the target's waits over the drafter's working time: near 0, drafting costs no time."),
     ("interval", "95 % bootstrap interval over prompts: prompts are drawn again with replacement, the modes of a prompt stay together."),
 )
@@ -201,17 +206,22 @@ def _headline(results: Mapping[str, Any]) -> str:
 
 
 def _runs_table(results: Mapping[str, Any]) -> str:
-    head = ["", "tokens/s", "tokens per round", "hit rate", "after a hit", "after a miss", "waits / busy"]
+    head = ["", "tokens/s", "tokens per round", "hit rate", "after a hit", "after a miss", "retention", "waits / busy"]
     head += ["verify ms", "p90", "drafter ms", "p90", "wait ms", "p90", "new tokens", "prompts s", "decoding s"]
     rows = []
     for run in results["runs"]:
         spreads = [(run[name] or {}).get(part) for name in ("verify_ms", "draft_ms", "wait_ms") for part in ("p50", "p90")]
         row = [run["label"], number(run["tokens_per_second"], 1), number(run["tokens_per_round"], 2), percent(run["hit_rate"])]
-        row += [number(run["tokens_per_round_hit"], 2), number(run["tokens_per_round_miss"], 2), percent(run["hidden"])]
+        row += [number(run["tokens_per_round_hit"], 2), number(run["tokens_per_round_miss"], 2), _retention(run), percent(run["hidden"])]
         row += [number(value, 1) for value in spreads]
         row += [str(run["new_tokens"]), number(run["prefill_seconds"], 1), number(run["seconds"], 1)]
         rows.append(row)
     return table(head, rows)
+
+
+def _retention(run: Mapping[str, Any]) -> str:
+    kept = run.get("retention")
+    return f"{kept['value']:.2f} ({kept['low']:.2f} to {kept['high']:.2f})" if kept else ""
 
 
 def _prediction(results: Mapping[str, Any]) -> str:

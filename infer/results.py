@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from drafters.eagle3_ssd.card import read_card
+from drafters.eagle3_ssd.speed import PairedTokens, retention
 from infer.config import BASELINE, EngineSettings, Mode
 from infer.figures import (
     LOOKED_UP,
@@ -51,8 +52,13 @@ class Measured(NamedTuple):
     answers: list[Request]
 
 
-def build_results(runs: Sequence[Measured], target: Target, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that `results.json` holds. Only runs whose label is their mode, and the baseline, enter the ratios."""
+def build_results(
+    runs: Sequence[Measured], target: Target, arguments: Mapping[str, Any], paired: Mapping[str, Sequence[PairedTokens]]
+) -> dict[str, Any]:
+    """Everything that `results.json` holds. Only runs whose label is their mode, and the baseline, enter the ratios.
+
+    `paired` are the hit rounds' tokens of the runs, by label, for those that have them.
+    """
     plain = {run.label: run for run in runs if run.label in (run.mode, BASELINE)}
     drafter = next((run.settings.drafter for run in runs if run.mode is not Mode.AR), None)
     intervals = {
@@ -67,7 +73,7 @@ def build_results(runs: Sequence[Measured], target: Target, arguments: Mapping[s
         "target": asdict(target.facts),
         "drafter": None if drafter is None else {"path": drafter, "card": read_card(Path(drafter)).model_dump(mode="json")},
         "arguments": dict(arguments),
-        "runs": [run_record(run) for run in runs],
+        "runs": [run_record(run, paired.get(run.label, ())) for run in runs],
         "ratios": ratios,
         "ratio_intervals": {name: interval and interval._asdict() for name, interval in intervals.items()},
         "agreement": [agreement(a, b, target) for a, b in combinations(plain.values(), 2)] if greedy else [],
@@ -75,7 +81,7 @@ def build_results(runs: Sequence[Measured], target: Target, arguments: Mapping[s
     }
 
 
-def run_record(run: Measured) -> dict[str, Any]:
+def run_record(run: Measured, paired: Sequence[PairedTokens] = ()) -> dict[str, Any]:
     """The figures of one run. Times are in seconds, or in milliseconds where the name ends in `_ms`."""
     answers, rounds = run.answers, rounds_of(run.answers)
     cached = rounds if run.mode is Mode.SSD else []
@@ -96,6 +102,7 @@ def run_record(run: Measured) -> dict[str, Any]:
         "hit_rate": hit_rate(cached),
         "tokens_per_round_hit": tokens_per_round(cached, [Source.HIT]),
         "tokens_per_round_miss": tokens_per_round(cached, MISSES),
+        "retention": retention_record(paired),
         "hidden": hidden(cached),
         "verify_ms": _spread([record.verify for record in rounds]),
         "draft_ms": _spread([record.draft for record in rounds]),
@@ -106,6 +113,16 @@ def run_record(run: Measured) -> dict[str, Any]:
         "sources": {source.value: sum(record.source is source for record in rounds) for source in Source},
         "outputs": [_output(name, answer) for name, answer in zip(run.prompt_ids, answers, strict=True)],
     }
+
+
+def retention_record(paired: Sequence[PairedTokens]) -> dict[str, float] | None:
+    """Retention with its interval over prompts, and the tokens per round it is made of; None where no hit round could be paired."""
+    found = retention(paired)
+    if found is None:
+        return None
+    rounds = sum(pair.rounds for pair in paired)
+    served, fresh = (1 + sum(counts) / rounds for counts in zip(*((pair.served, pair.fresh) for pair in paired), strict=True))
+    return {**found._asdict(), "rounds": rounds, "tokens_per_round_served": served, "tokens_per_round_fresh": fresh}
 
 
 def agreement(first: Measured, second: Measured, target: Target) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from typing import Any
 
 # Empty, so that no test reads what the user has downloaded or leaves files there.
 hugging_face_home = tempfile.mkdtemp(prefix="ssd-drafters-tests-")
@@ -22,3 +23,13 @@ os.environ.update(
     WANDB_MODE="offline",
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def trained_pair(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tiny target and a drafter that really drafts for it, `(Target, Path)`, trained once for all tests."""
+    from tests import trained
+
+    return trained.trained_pair(tmp_path_factory.mktemp("trained"))

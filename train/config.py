@@ -95,16 +95,32 @@ class BatchSettings(Settings):
 
 
 class HeldoutSettings(Settings):
-    """What is measured on held-out data, and when."""
+    """What is measured on held-out data, and when. Serving is replayed with these settings, and its speed is predicted."""
 
     every: PositiveInt = 200
-    lookahead: PositiveInt = 5
-    budgets: tuple[PositiveInt, ...] = (6, 12, 24, 48)
+    patience: PositiveInt | None = Field(default=None, description="stop after so many measurements without a better predicted speed")
     max_rows: PositiveInt = 32
-    depth: PositiveInt | None = Field(default=None, description="deepest step measured; default 3 * lookahead")
-    verify_ms: PositiveFloat = Field(default=16.0, description="one verification, for the predicted speed")
-    background_ms: PositiveFloat = Field(default=12.0, description="extend, glue and tree of one round, for the predicted speed")
-    fallback_ms: NonNegativeFloat = Field(default=8.0, description="the answer to a miss, for the predicted speed")
+    max_answers: PositiveInt = Field(default=24, description="answers that serving is replayed on")
+    anchors_per_row: PositiveInt | None = Field(default=32, description="anchors for figures per depth; null takes all")
+    depth: PositiveInt | None = Field(default=None, description="deepest step that figures per depth go to; default 2 * lookahead")
+    lookahead: PositiveInt = 5
+    fallback_lookahead: PositiveInt | None = Field(default=None, description="tokens drafted after a miss; default lookahead")
+    budgets: tuple[PositiveInt, ...] = Field(default=(6, 12, 24, 48), min_length=1)
+    refresh: tuple[NonNegativeInt, ...] = Field(default=(0,), min_length=1, description="numbers of refresh passes to compare")
+    step_share: PositiveFloat | None = Field(
+        default=None, description="time of a drafter step over that of a verification; default: the drafter's weights over the target's"
+    )
+    row_share: NonNegativeFloat | None = Field(
+        default=None, description="time of each further row of a drafter step, as a share of the step; default 0.03 on CPU, else 0.003"
+    )
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> HeldoutSettings:
+        if self.fallback_lookahead is not None and self.fallback_lookahead > self.lookahead:
+            raise ValueError(f"fallback_lookahead = {self.fallback_lookahead} is more than lookahead = {self.lookahead}; give less")
+        if max(self.refresh) > self.lookahead:
+            raise ValueError(f"refresh = {list(self.refresh)} has more than lookahead = {self.lookahead}; give 0..lookahead")
+        return self
 
 
 class CheckpointSettings(Settings):

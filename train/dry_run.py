@@ -260,8 +260,8 @@ def _conclusions(plan: Plan) -> list[str]:
 
 
 def _heldout_flops(plan: Plan) -> float:
-    """Of one measurement, on rows like those of training: forwards only, all anchors, in one process."""
+    """Of one measurement in one process, on rows like those of training: forwards for figures per depth; the replay takes as much again."""
     options = plan.settings.heldout
-    deep = Stage(steps=1, depth=options.depth or 3 * options.lookahead)
+    deep = Stage(steps=1, depth=options.depth or 2 * options.lookahead, anchors_per_row=options.anchors_per_row)
     like = stage_forwards(plan.settings, deep, [turn_sizes(row) for row in plan.rows.rows[: options.max_rows]], 1)
-    return options.max_rows * sum(flops(products(plan.config, forward)) for forward in like) / 3 / sum(forward.rows for forward in like)
+    return 2 * options.max_rows * sum(flops(products(plan.config, forward)) for forward in like) / 3 / sum(forward.rows for forward in like)

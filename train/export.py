@@ -30,9 +30,7 @@ def write_drafter(run: Run, name: str, drafter: Eagle3Drafter, step: int, figure
         lookahead=settings.heldout.lookahead,
         trained_depth=max(stage.depth for stage in stages) + 1,
         trained_length=settings.data.row_length,
-        law=figures.law,
-        measured_fresh=figures.fresh,
-        measured_lagged=figures.lagged,
+        **figures.for_serving(),
     )
     save_drafter(run.output / name, drafter, prepared.start.vocab, card)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from train.config import TrainSettings
 from train.console import Console
 from train.export import write_drafter
-from train.heldout import Figures, measure
+from train.heldout import Figures, measure, step_costs
 from train.launch import agreed, start_accelerator
 from train.metrics import METRICS_FILE, Metrics, keep_until
 from train.objective import Objective
@@ -32,7 +32,7 @@ def train(settings: TrainSettings, prepared: Prepared, console: Console) -> Path
     if agreed(progress.step == total and not (run.output / FINAL).is_dir()):  # killed after the last step
         evaluate(run, progress, is_last=True)
     with StopRequest() as stop:
-        while progress.step < total:
+        while progress.step < total and not has_stalled(settings, progress):
             result = train_step(run, progress, stop.received, time.monotonic() > deadline)
             progress, is_new = progress._replace(step=progress.step + 1, tally=result.tally), True
             if result.interrupted:  # whoever sent the signal does not wait for held-out figures
@@ -42,12 +42,14 @@ def train(settings: TrainSettings, prepared: Prepared, console: Console) -> Path
             is_last = result.out_of_time or progress.step == total
             if is_last or progress.step % settings.heldout.every == 0:
                 progress = evaluate(run, progress, is_last)
+                is_last = is_last or has_stalled(settings, progress)
             if is_last or progress.step % settings.checkpoint.every == 0:
                 save(run, progress)
             if is_last:
                 break
     if not is_new:
-        console.say(f"{run.output} has all {progress.step} steps; raise the curriculum's steps to train on")
+        more = "raise the curriculum's steps" if progress.step == total else "raise heldout.patience"
+        console.say(f"{run.output} is trained, with {progress.step} steps; {more} to train on")
     end(run)
     return run.output / FINAL
 
@@ -83,23 +85,32 @@ def save(run: Run, progress: Progress) -> None:
 
 
 def evaluate(run: Run, progress: Progress, is_last: bool) -> Progress:
-    """Measure on held-out data in the first process, keep the best drafter and the last one; the others wait."""
+    """Measure on held-out data in the first process, keep the best drafter and the last one; the others wait, and learn how it went."""
     drafter = run.spread.whole_drafter()
+    progress = progress._replace(measured_since=progress.measured_since + 1)
     if drafter is not None:
         settings, prepared = run.settings, run.prepared
         own = run.objective
         whole = Objective(drafter, own.target_head, own.draft_to_target, own.settings, own.dtype)
-        figures = measure(whole, prepared.start.vocab, prepared.heldout, settings.heldout, settings.batch.rows_per_forward)
+        costs = step_costs(settings.heldout, drafter, prepared.target)
+        figures = measure(whole, prepared.start.vocab, prepared.heldout, settings.heldout, settings.batch.rows_per_forward, costs)
         run.metrics.write({"step": progress.step, "heldout": figures.values})
         run.console.say(_heldout_line(progress.step, figures))
         if figures.speed > progress.best:
-            progress = progress._replace(best=figures.speed)
+            progress = progress._replace(best=figures.speed, measured_since=0)
             write_drafter(run, BEST, drafter, progress.step, figures)
-        if is_last:
+        if has_stalled(settings, progress):
+            run.console.say(f"no better predicted speed in {progress.measured_since} measurements: training ends (heldout.patience)")
+        if is_last or has_stalled(settings, progress):
             write_drafter(run, FINAL, drafter, progress.step, figures)
             run.console.say(f"drafters written: {run.output / BEST} (best predicted speed) and {run.output / FINAL}")
-    run.accelerator.wait_for_everyone()
-    return progress
+    return agreed(progress)
+
+
+def has_stalled(settings: TrainSettings, progress: Progress) -> bool:
+    """Whether `heldout.patience` asks to stop."""
+    patience = settings.heldout.patience
+    return patience is not None and progress.measured_since >= patience
 
 
 def end(run: Run) -> None:
@@ -115,5 +126,5 @@ def end(run: Run) -> None:
 def _heldout_line(step: int, figures: Figures) -> str:
     values = figures.values
     accuracy = " ".join(f"{a:.3f}" for a in values["accuracy"])
-    parts = [f"budget {e['budget']}: hit {e['hit_rate']:.2f} tau {e['tau']:.2f} ret {e['retention']:.2f}" for e in values["lagged"]]
+    parts = [f"budget {e['budget']}: hit {e['hit_rate']:.2f} tau {e['tau']:.2f} ret {e['retention'] or 0:.2f}" for e in values["lagged"]]
     return f"held-out {step}: tau fresh {values['tau_fresh']:.2f}, {'; '.join(parts)}, speed {figures.speed:.2f}; top-1 by depth {accuracy}"

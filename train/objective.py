@@ -157,7 +157,7 @@ class Objective(nn.Module):
 
     def forward(self, features: Features, anchors: Anchors, depth: int, scales: Scales) -> tuple[Tensor, Tensor]:
         """Loss = sum over depths of scale_d * loss sum_d; and detached sums [depth + 1, C] of the columns of `losses.Figures`."""
-        needed = _needs_teacher(features)
+        needed = needs_teacher(features)
         teacher = self.teacher(features, needed)
         teacher_row = needed.flatten().cumsum(0).view_as(needed) - 1
         device = features.token_ids.device
@@ -225,7 +225,7 @@ def _every_slot(features: Features) -> Tensor:
     return torch.arange(features.turn_ids.shape[1], device=features.turn_ids.device).expand_as(features.turn_ids)
 
 
-def _needs_teacher(features: Features) -> Tensor:
+def needs_teacher(features: Features) -> Tensor:
     """bool [B, T]: positions whose next token is supervised."""
     needed = torch.zeros_like(features.turn_ids, dtype=torch.bool)
     needed[:, :-1] = features.turn_ids[:, 1:] > 0

@@ -27,7 +27,7 @@ SAME_KEYPRESS_SECONDS = 2.0  # a launcher passes a Ctrl-C on to processes that t
 
 
 class Progress(NamedTuple):
-    """Where a run stands: optimizer steps done, and the best predicted speed on held-out data so far.
+    """Where a run stands: optimizer steps done, the best predicted speed on held-out data so far, and how many measurements ago.
 
     Data order, anchors, random numbers and learning rate are functions of (seed, step), so the step is all they need. `tally` is what
     the drafter measured of itself (`visits.py`); empty before the first step.
@@ -36,6 +36,7 @@ class Progress(NamedTuple):
     step: int = 0
     best: float = 0.0
     tally: Tally = ()
+    measured_since: int = 0
 
 
 class TrainingState(NamedTuple):

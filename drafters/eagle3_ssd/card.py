@@ -30,6 +30,13 @@ class Measured(Settings):
     recall: tuple[tuple[float, ...], ...]
 
 
+class Confidence(Settings):
+    """How drafted tokens fare: P(accepted) = sigmoid(slope * logit(the drafter's probability) + intercept), see `calibration.py`."""
+
+    slope: float
+    intercept: float
+
+
 class DrafterCard(Settings):
     """Stored beside the weights as `drafter_card.json`. Serving warns where it does not fit, and refuses another tokenizer.
 
@@ -51,6 +58,8 @@ class DrafterCard(Settings):
     law: OutcomeLaw | None = None
     measured_fresh: Measured | None = Field(default=None, description="after a miss answered by drafting now")
     measured_lagged: Measured | None = Field(default=None, description="after a cache hit")
+    confidence_fresh: Confidence | None = Field(default=None, description="of tokens drafted from true features")
+    confidence_lagged: Confidence | None = Field(default=None, description="of tokens served from the cache")
 
 
 def write_card(directory: Path, card: DrafterCard) -> None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,64 @@ class RoundTimes:
     draft: float = 0.0  # the whole draft of a round in synchronous SD
     background: float = 0.0  # extend + glue + K tree steps, while the target verifies
     fallback: float = 0.0  # the answer to a miss
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What drafting costs, in verifications: a drafter step of one row, and of each further row as a share of that step.
+
+    Decoding reads all weights for each step, so `step` is about the drafter's weights over the target's; a further row costs little
+    until arithmetic takes longer than reading. `StepCosts(0.1, 0.05).of(11)` = 0.1 * 1.5 = 0.15.
+    """
+
+    step: float
+    row: float
+
+    def of(self, rows: int) -> float:
+        """A step of so many rows."""
+        return self.step * (1 + self.row * (rows - 1))
+
+    def drafting(self, tokens: int) -> float:
+        """Drafting `tokens` tokens one after another: the first step takes the newly accepted slot along."""
+        return self.of(2) + (tokens - 1) * self.of(1) if tokens else 0.0
+
+    def round_times(self, lookahead: int, fallback_lookahead: int, budget: int, refresh: int = 0) -> RoundTimes:
+        """Times of SSD rounds, and of SD rounds with the same look-ahead, in verifications."""
+        glue = self.of(lookahead + 2) + refresh * self.of(lookahead)
+        background = glue + lookahead * self.of(budget)
+        return RoundTimes(1.0, 1.0, self.drafting(lookahead), background, self.drafting(fallback_lookahead))
+
+
+class Interval(NamedTuple):
+    """A figure with its 95 % bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class PairedTokens(NamedTuple):
+    """Of one prompt, over its hit rounds: their number, and the tokens accepted of what was served and of what a fresh draft had given."""
+
+    rounds: int
+    served: int
+    fresh: int
+
+
+def retention(prompts: Sequence[PairedTokens], resamples: int = 2000, seed: int = 0) -> Interval | None:
+    """Tokens per round of the cached speculations that were served over those of fresh ones at the same contexts (section 7).
+
+    The interval draws prompts again with replacement. None where no round was a hit. `[(2, 1, 2), (1, 1, 2)]` gives
+    (3 + 2) / (3 + 4) = 0.714: three rounds, two tokens accepted of four.
+    """
+    rounds_N, served_N, fresh_N = np.array(prompts, dtype=np.int64).reshape(-1, 3).T
+    if not rounds_N.sum():
+        return None
+    drawn = np.random.default_rng(seed).integers(len(prompts), size=(resamples, len(prompts)))
+    bonus, served, fresh = (x_N[drawn].sum(1) for x_N in (rounds_N, served_N, fresh_N))
+    there = bonus > 0
+    low, high = np.percentile((bonus + served)[there] / (bonus + fresh)[there], [2.5, 97.5])
+    return Interval(float((rounds_N + served_N).sum() / (rounds_N + fresh_N).sum()), float(low), float(high))
 
 
 def tokens_per_round(accepted: Sequence[int]) -> float:

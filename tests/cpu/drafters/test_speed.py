@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from drafters.eagle3_ssd.speed import (
+    PairedTokens,
     RoundTimes,
+    StepCosts,
     acceptance_by_position,
     break_even,
     critical_batch,
     hit_rate,
     joint_acceptance,
+    retention,
     sd_over_ar,
     ssd_over_ar,
     ssd_over_sd,
@@ -148,3 +152,34 @@ def test_staleness_equals_counting_the_steps(lookahead: int, outcomes: list[tupl
         current = staleness(current, accepted, hit, lookahead, refresh)
         assert list(current) == lags
     assert lookahead > refresh or max(current) <= lookahead
+
+
+def test_step_costs_by_hand() -> None:
+    costs = StepCosts(0.1, 0.05)
+    assert (costs.of(1), costs.of(11)) == pytest.approx((0.1, 0.15))
+    assert (costs.drafting(0), costs.drafting(1), costs.drafting(3)) == pytest.approx((0.0, 0.105, 0.305))
+    times = costs.round_times(lookahead=2, fallback_lookahead=1, budget=21, refresh=1)
+    assert (times.verify, times.draft, times.fallback) == pytest.approx((1.0, 0.205, 0.105))
+    assert times.background == pytest.approx(0.115 + 0.105 + 2 * 0.2), "extend and glue, one more pass, two tree steps of 21 rows"
+
+
+def test_retention_is_paired_and_counts_bonus_tokens() -> None:
+    found = retention([PairedTokens(2, 1, 2), PairedTokens(1, 1, 2), PairedTokens(0, 0, 0)])
+    assert found is not None and found.value == pytest.approx((3 + 2) / (3 + 4)) and found.low <= found.value <= found.high
+    assert retention([PairedTokens(3, 4, 4)] * 3) == (1.0, 1.0, 1.0), "no loss on any prompt: no width"
+    assert retention([PairedTokens(0, 0, 0)]) is None and retention([]) is None
+
+
+def test_the_retention_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    """100 experiments of 24 prompts with a true retention of 0.9: fewer than 85 covered has a probability below 1e-3 at 93 %."""
+    generator = np.random.default_rng(3)
+    covered = 0
+    for number in range(100):
+        rounds = generator.integers(20, 60, 24)
+        fresh = generator.binomial(4 * rounds, 0.5)
+        served = [round(0.9 * (1 + f / n + generator.normal(0, 0.3)) * n - n) for f, n in zip(fresh, rounds, strict=True)]
+        pairs = [PairedTokens(int(n), s, int(f)) for n, s, f in zip(rounds, served, fresh, strict=True)]
+        interval = retention(pairs, resamples=400, seed=number)
+        assert interval is not None
+        covered += interval.low <= 0.9 <= interval.high
+    assert covered >= 85

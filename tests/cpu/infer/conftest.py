@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from drafters.targets import Target
-from tests.trained import trained_pair
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
+def pair(trained_pair: tuple[Target, Path]) -> tuple[Target, Path]:
     """A tiny target and a drafter that was trained on what it writes."""
-    return trained_pair(tmp_path_factory.mktemp("trained"))
+    return trained_pair

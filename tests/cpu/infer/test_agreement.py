@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from drafters.eagle3_ssd.checkpoint import LoadedDrafter, load_drafter
-from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.targets import Target, load_target
 from infer.config import Mode
 from infer.draft_model import DraftModel
@@ -20,6 +18,7 @@ from infer.fallback import Fallback
 from infer.kernels.sample import Sampling
 from infer.messages import Admit, Outcome, ToDraft
 from infer.request import Source
+from tests.plain_drafting import PlainDrafter, PlainRound
 from tests.tiny import save_tiny_drafter, save_tiny_target
 from train.unroll import Rows, first_step, glue_replay, stale_features, unroll
 
@@ -28,71 +27,6 @@ K, BUDGET, PROMPT = 3, 12, 9
 
 def _assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
-
-
-class Node(NamedTuple):
-    """One evaluated slot of the plain twin: its keys and values by layer, and its output."""
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    output: Tensor
-
-
-class PlainDrafter:
-    """Evaluates one slot at a time over an explicit list of visible nodes. Slow, and obviously what ssd.md says."""
-
-    def __init__(self, model: Eagle3Drafter) -> None:
-        self.model = model
-
-    def node(self, token: int, feature_H: Tensor, position: int, sees: list[Node]) -> Node:
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys.append(key[0, 0])
-            values.append(value[0, 0])
-            every_key = torch.stack([n.keys[layer] for n in sees] + [key[0, 0]])  # [L, M, D]
-            every_value = torch.stack([n.values[layer] for n in sees] + [value[0, 0]])
-            groups = query.shape[2] // key.shape[2]
-            every_key, every_value = (x.repeat_interleave(groups, dim=1) for x in (every_key, every_value))
-            scores = torch.einsum("nd,lnd->nl", query[0, 0], every_key) * query.shape[-1] ** -0.5
-            return torch.einsum("nl,lnd->nd", scores.softmax(-1), every_value)[None, None]
-
-        embeds = self.model.embed(torch.tensor([[token]]))
-        hidden = self.model(embeds, feature_H[None, None], torch.tensor([[position]]), attend)
-        return Node(keys, values, hidden[0, 0])
-
-
-class PlainRound:
-    """The drafting of one request by the rules: committed slots, glue with stale features, a branch over explicit keys."""
-
-    def __init__(self, plain: PlainDrafter, tokens: list[int], features: list[Tensor]) -> None:
-        self.plain, self.tokens, self.features = plain, tokens, features
-
-    def committed(self) -> list[Node]:
-        nodes: list[Node] = []
-        for slot in range(len(self.tokens) - 1):
-            nodes.append(self.plain.node(self.tokens[slot + 1], self.features[slot], slot, list(nodes)))
-        return nodes
-
-    def chain(self, sees: list[Node], start: Node, tokens: list[int], position: int) -> list[Node]:
-        """Slots that embed `tokens`, each fed with the output of the one before, seeing `sees` and each other."""
-        nodes: list[Node] = []
-        for i, token in enumerate(tokens):
-            feature = (nodes[-1] if nodes else start).output
-            nodes.append(self.plain.node(token, feature, position + i, [*sees, *nodes]))
-        return nodes
-
-    def glue(self, committed: list[Node], tokens: list[int], stale_KH: list[Tensor], refresh: int) -> list[Node]:
-        """In-flight slots from the given features; each refresh feeds them with the outputs of the pass before."""
-        first, features = len(self.tokens) - 1, stale_KH
-        nodes: list[Node] = []
-        for _ in range(refresh + 1):
-            nodes = []
-            for i, (token, feature) in enumerate(zip(tokens, features, strict=True)):
-                nodes.append(self.plain.node(token, feature, first + i, [*committed, *nodes]))
-            features = [committed[-1].output, *(n.output for n in nodes)][: len(tokens)]
-        return nodes
 
 
 @pytest.fixture(scope="module")

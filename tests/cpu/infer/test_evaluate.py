@@ -55,7 +55,7 @@ def results(recipe: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactor
 def test_results_hold_the_documented_fields(results: dict[str, Any]) -> None:
     assert {"machine", "target", "drafter", "runs", "ratios"} <= results.keys()
     fields = """mode settings prompts new_tokens seconds prefill_seconds tokens_per_second tokens_per_round acceptance_by_position hit_rate
-        tokens_per_round_hit tokens_per_round_miss verify_ms draft_ms wait_ms outputs"""
+        tokens_per_round_hit tokens_per_round_miss retention verify_ms draft_ms wait_ms outputs"""
     for record in results["runs"]:
         assert set(fields.split()) <= record.keys()
         if record["label"] != "transformers":  # which has no rounds
@@ -80,7 +80,7 @@ def test_results_fit_together(results: dict[str, Any]) -> None:
     for name, interval in results["ratio_intervals"].items():
         assert interval["low"] <= interval["value"] == results["ratios"][name] <= interval["high"]
     assert ar["tokens_per_round"] == beside["tokens_per_round"] == 1.0
-    assert ar["hit_rate"] is sd["hit_rate"] is None
+    assert ar["hit_rate"] is sd["hit_rate"] is ar["retention"] is sd["retention"] is None
     assert 0 <= ssd["hit_rate"] <= 1
     assert (len(sd["acceptance_by_position"]), len(ssd["acceptance_by_position"])) == (2, 3)
     looked_up = sum(ssd["sources"][name] for name in ("hit", "jit", "ngram", "none"))

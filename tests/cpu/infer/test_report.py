@@ -14,6 +14,8 @@ import pytest
 from drafters.errors import run_command
 from infer import report
 
+KEPT = {"value": 0.931, "low": 0.904, "high": 0.957}
+
 
 def run_of(mode: str, speed: float, **other: Any) -> dict[str, Any]:
     spread = {"p50": 16.0, "p90": 18.0}
@@ -33,6 +35,7 @@ def run_of(mode: str, speed: float, **other: Any) -> dict[str, Any]:
         "tokens_per_round_hit": None,
         "tokens_per_round_miss": None,
         "hidden": None,
+        "retention": None,
         "verify_ms": spread,
         "draft_ms": spread,
         "wait_ms": None,
@@ -50,7 +53,7 @@ def results() -> dict[str, Any]:
         "runs": [
             run_of("ar", 50.0, acceptance_by_position=[], tokens_per_round=1.0),
             run_of("sd", 80.0),
-            run_of("ssd", 103.4, hit_rate=0.71, tokens_per_round_hit=2.4, tokens_per_round_miss=1.6, hidden=0.04),
+            run_of("ssd", 103.4, hit_rate=0.71, tokens_per_round_hit=2.4, tokens_per_round_miss=1.6, hidden=0.04, retention=KEPT),
         ],
         "ratios": {"ssd/ar": 2.07},
         "ratio_intervals": {"ssd/ar": {"value": 2.07, "low": 1.91, "high": 2.22}, "ssd/sd": None},

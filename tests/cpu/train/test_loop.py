@@ -61,7 +61,7 @@ def test_the_result_is_a_drafter_with_a_card(place: Path) -> None:
     card = loaded.card
     assert (card.trained_depth, card.lookahead, card.trained_length) == (4, 2, 96)
     assert card.training["steps"] == 6 and card.data["conversations"] == 34
-    assert len(card.heldout["accuracy"]) == 7 and card.heldout["lagged"][0]["budget"] == 6
+    assert len(card.heldout["accuracy"]) == 5 and card.heldout["lagged"][0]["budget"] == 6
     first, *_, last = losses(place / "card")
     assert last < first
     step = json.loads((place / "card" / "metrics.jsonl").read_text().splitlines()[1])
@@ -86,6 +86,17 @@ def test_the_best_drafter_is_the_fastest_not_the_one_with_the_lowest_loss(place:
     best, final = (read_card(directory.parent / name) for name in ("best-eagle3", "final-eagle3"))
     assert (best.training["steps"], final.training["steps"]) == (4, 6)
     assert final.heldout["loss"][0] < best.heldout["loss"][0]
+
+
+def test_patience_ends_a_run_that_gets_no_better(place: Path) -> None:
+    """At a learning rate that changes nothing, the first measurement is the best: two more, and the run ends, for good."""
+    changes = {"curriculum": [{"steps": 20, "depth": 1}], "optimizer": {"lr": 1e-12}}
+    heldout = {"every": 2, "lookahead": 2, "budgets": [6], "max_rows": 2, "patience": 2}
+    directory = run(place, "patient", heldout=heldout, **changes)
+    assert (directory / "model.safetensors").is_file() and len(losses(place / "patient")) == 6
+    run(place, "patient", heldout=heldout, **changes)
+    assert len(losses(place / "patient")) == 6, "the second time it only says so"
+    assert len(losses(run(place, "patient", heldout={**heldout, "patience": 3}, **changes).parent)) == 8
 
 
 def test_going_on_from_a_drafter(place: Path) -> None:

@@ -1,75 +1,112 @@
-"""Serving replayed on unrolls: by hand, and against a table of what each step of each anchor would say."""
+"""Serving replayed in batches against a plain twin that evaluates slot by slot, and laws of its rounds."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from train.replay import TOP, Round, Turn, replay_fresh, replay_lagged, tables
+from drafters.eagle3_ssd.model import Eagle3Drafter
+from drafters.eagle3_ssd.vocab import VocabMap
+from tests.cpu.train.small import HIDDEN, VOCAB, small_config
+from tests.plain_drafting import plain_rounds
+from train.drafting import Answer, Serving, true_slots
+from train.near_and_far import attend_near_and_far, grid_of
+from train.replay import Plan, Round, replay
+from train.unroll import Rows
 
-K = 2
-TOKENS = list(range(100, 112))
-
-
-def turn_with(right: dict[tuple[int, int], int], depths: int = 7) -> Turn:
-    """All predictions are right, except that (anchor, step) finds the true token only at the given place (0 is first)."""
-    tops = []
-    for anchor in range(len(TOKENS)):
-        steps = []
-        for step in range(depths):
-            index = anchor + 1 + step
-            true = TOKENS[index] if index < len(TOKENS) else 0
-            ranked = list(range(1, TOP + 1))  # wrong tokens, 1 the likeliest
-            ranked.insert(right.get((anchor, step), 0), true)
-            steps.append(ranked[:TOP])
-        tops.append(steps)
-    return Turn(TOKENS, tops)
+K, DRAFTED = 2, 4
+LAYOUT, LENGTH = [[10, 13], [21, 0]], 24  # documents of two rows
 
 
-def test_everything_right() -> None:
-    turn = turn_with({})
-    assert replay_fresh(turn, K) == [2, 2, 2]  # slots 0, 3, 6; at 9 the turn has too few tokens left
-    rounds = replay_lagged(turn, K, (1, 1, 1), (1, 1, 1), refreshed=False)
-    assert rounds == [Round(2, 2, False, 0), Round(2, 2, True, 0), Round(2, 2, True, 0)]
+def drafter_of(layers: int) -> tuple[Eagle3Drafter, VocabMap]:
+    """Of four tokens, so that some are right and some are found by chance."""
+    torch.manual_seed(layers)
+    config = small_config(layers).model_copy(update={"draft_vocab_size": DRAFTED})
+    drafter = Eagle3Drafter(config)
+    with torch.no_grad():
+        for name, weight in drafter.named_parameters():
+            if weight.dim() == 2:
+                weight.normal_(0.0, 1.5 / weight.shape[1] ** 0.5)
+            elif "norm" in name:
+                weight.uniform_(0.5, 1.5)
+    return drafter, VocabMap(torch.arange(3, 3 + DRAFTED), VOCAB)
 
 
-def test_a_miss_by_fan_out_resets_the_lag() -> None:
-    # slot 0: both accepted; the bonus token, step 2 at anchor 0, stands second: found with F = 2, missed with F = 1.
-    # Only the lagged speculation for slot 3 (anchor 0, steps 3 and 4) is wrong at its second token.
-    turn = turn_with({(0, 2): 1, (0, 4): 3})
-    hit = replay_lagged(turn, K, (1, 1, 2), (1, 1, 1), refreshed=False)
-    assert hit[:2] == [Round(2, 2, False, 1), Round(1, 2, True, 2)]  # the glue step is (0, 4) too: third without the rejected
-    miss = replay_lagged(turn, K, (1, 1, 1), (1, 1, 1), refreshed=False)
-    assert miss[:2] == [Round(2, 2, False, 1), Round(2, 2, False, 0)]
+def rows_of(seed: int) -> tuple[Rows, torch.Tensor, list[Answer]]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(LAYOUT), LENGTH)
+    tokens = torch.randint(3, 3 + DRAFTED, shape, generator=generator)
+    tokens[torch.rand(shape, generator=generator) < 0.05] = 9  # outside the draft vocabulary
+    documents, positions, answers = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), []
+    for row, sizes in enumerate(LAYOUT):
+        start = 0
+        for number, size in enumerate(sizes, start=1):
+            documents[row, start : start + size], positions[row, start : start + size] = number, torch.arange(size)
+            if size:
+                answers.append(Answer(row, start + 3, start + size - 1))
+            start += size
+    return Rows(tokens, positions, documents), torch.randn(*shape, HIDDEN, generator=generator), answers
 
 
-def test_the_rejected_token_is_no_candidate() -> None:
-    # step 1 at anchor 0 says token 1, which is rejected; its glue distribution holds the true token second, so first without it
-    turn = turn_with({(0, 1): 1})
-    assert replay_lagged(turn, K, (1, 1, 1), (1, 1, 1), refreshed=False)[0] == Round(1, 1, False, 0)
+PLANS = [
+    Plan((0,) * (K + 1), (0,) * (K + 1)),
+    Plan((1,) * (K + 1), (1,) * (K + 1)),
+    Plan((2, 1, 2), (1, 2, 3)),
+    Plan((2, 2), (2, 2, 2)),
+    Plan((0, 4), (4, 4, 4)),
+]
 
 
-def test_shift_adds_up_over_hits_unless_refreshed() -> None:
-    # slots 0, 3: hits with k = 2. Without refresh the speculation for slot 6 was drafted at anchor 0, steps 6 and 7 (shift 6);
-    # with refresh at anchor 3, steps 3 and 4 (shift 3).
-    stale = turn_with({(0, 6): 5}, depths=9)
-    assert [r.accepted for r in replay_lagged(stale, K, (1, 1, 1), (1, 1, 1), refreshed=False)] == [2, 2, 0, 2]
-    assert [r.accepted for r in replay_lagged(stale, K, (1, 1, 1), (1, 1, 1), refreshed=True)] == [2, 2, 2]
-    fresher = turn_with({(3, 3): 5}, depths=9)
-    assert [r.accepted for r in replay_lagged(fresher, K, (1, 1, 1), (1, 1, 1), refreshed=True)] == [2, 2, 0, 2]
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("refresh", [0, 1, K])
+@torch.no_grad()
+def test_rounds_are_those_of_the_plain_twin(layers: int, refresh: int) -> None:
+    drafter, vocab = drafter_of(layers)
+    found: list[Round] = []
+    for seed in range(2):
+        rows, features, answers = rows_of(seed)
+        result = replay(Serving(drafter, vocab, rows, true_slots(drafter, rows, features), K, refresh), answers, PLANS)
+        for plan, by_answer in zip(PLANS, result, strict=True):
+            for answer, rounds in zip(answers, by_answer, strict=True):
+                start = int((rows.document_ids[answer.row] == rows.document_ids[answer.row, answer.first]).nonzero()[0])
+                tokens = rows.token_ids[answer.row, start : answer.last + 1].tolist()
+                expected = plain_rounds(drafter, vocab, tokens, list(features[answer.row, start:]), answer.first - start, plan, refresh)
+                assert [r._replace(confidences=(), slot=r.slot - start) for r in rounds] == [r._replace(confidences=()) for r in expected]
+                for ours, theirs in zip(rounds, expected, strict=True):
+                    assert ours.confidences == pytest.approx(theirs.confidences, rel=1e-4)
+                found += rounds
+    runs = [r for r in found if r.served_by_hit]
+    assert {r.accepted for r in runs} == {0, 1, 2} and {r.place for r in found} >= {None, 0, 1, 2}, "the cases that matter occur"
+    assert any(r.served_by_hit and r.fresh != r.accepted for r in found), "lag changes what is drafted"
 
 
-def test_after_no_acceptance_the_fork_has_true_features() -> None:
-    # slot 0: first token wrong, bonus found at step 0 of anchor 0. Branch 0 continues from there: steps 1, 2 of anchor 0 for slot 1
-    turn = turn_with({(0, 0): 1, (0, 2): 4})
-    rounds = replay_lagged(turn, K, (1, 1, 1), (1, 1, 1), refreshed=False)
-    assert rounds[:2] == [Round(0, 0, False, 0), Round(1, 2, True, 3)]
+@torch.no_grad()
+def test_a_plan_alone_gives_what_it_gives_beside_others() -> None:
+    drafter, vocab = drafter_of(1)
+    rows, features, answers = rows_of(0)
+    together = replay(Serving(drafter, vocab, rows, true_slots(drafter, rows, features), K), answers, PLANS)
+    serving = Serving(drafter, vocab, rows, true_slots(drafter, rows, features), K)
+    for plan, expected in zip(PLANS, together, strict=True):  # one after another: later plans go on from states of earlier ones
+        alone = replay(serving, answers, [plan])[0]
+        assert [[r._replace(confidences=()) for r in a] for a in alone] == [[r._replace(confidences=()) for r in a] for a in expected]
 
 
-def test_tables_are_shares() -> None:
-    rounds = [Round(0, 0, False, 0), Round(0, 1, False, 2), Round(2, 2, True, None), Round(2, 2, True, 0)]
-    found = tables(rounds, 2)
-    assert found is not None and found.reach == (0.5, 0.0, 0.5)
-    assert found.recall[0][:4] == (0.5, 0.5, 1.0, 1.0)
-    assert found.recall[2][:2] == (0.5, 0.5)
-    assert found.recall[1][:3] == pytest.approx((0.5, 0.5, 0.75))  # never seen: the average of the others
-    assert tables([], 2) is None
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(0, 3), st.integers(0, 100))
+def test_attention_in_a_grid_is_attention(rows: list[int], near: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    row, count, heads, groups, dim, length = torch.tensor(rows), len(rows), 4, 2, 6, 5
+    query, keys, values = torch.randn(count, heads, dim), torch.randn(3, groups, dim, length), torch.randn(3, groups, length, dim)
+    near_keys, near_values = torch.randn(2, count, near + 1, groups, dim)
+    visible, seen = torch.rand(count, length) < 0.5, torch.rand(count, near + 1) < 0.5
+    seen[:, 0] = True
+    out = attend_near_and_far(query, keys, values, visible, near_keys, near_values, seen, grid_of(row, 3))
+    for i, r in enumerate(rows):
+        for head in range(heads):
+            group = head // (heads // groups)
+            k = torch.cat((keys[r, group].T[visible[i]], near_keys[i, :, group][seen[i]]))
+            v = torch.cat((values[r, group][visible[i]], near_values[i, :, group][seen[i]]))
+            weights = (k @ query[i, head] * dim**-0.5).softmax(0)
+            torch.testing.assert_close(out[i, head], weights @ v, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,72 @@
+"""The drafter that ships: figures replayed on what the engine wrote, against what the engine counted while it wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.prompts import read_prompts
+from data.render import render_prompt
+from drafters.eagle3_ssd.checkpoint import load_drafter
+from drafters.targets import DTYPES, load_target
+from infer.config import EngineSettings, Mode
+from infer.draft_worker import DraftPlan
+from infer.figures import hit_rate, rounds_of, tokens_per_round
+from infer.request import SamplingParams
+from infer.retention import paired_tokens
+from tests.replayed import plan_of, serving_of, synchronous
+from tests.trained import run
+from train.chained import hit_rate_of, retention_of
+from train.replay import Round, replay
+
+ROOT = Path(__file__).resolve().parents[3]
+TARGET = "builtin:smollm2-135m"
+DRAFTER = ROOT / "drafters" / "pretrained" / "smollm2-135m-eagle3"
+PROMPTS = sorted((ROOT / "data" / "prompts").glob("*.jsonl"))
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not DRAFTER.is_dir(), reason=f"no drafter at {DRAFTER.relative_to(ROOT)}: train one, or fetch it"),
+]
+
+
+def tau(replayed: list[list[Round]]) -> float:
+    rounds = [r for answer in replayed for r in answer]
+    return 1 + sum(r.accepted for r in rounds) / len(rounds)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("changes", [{"lookahead": 2, "budget": 40, "fallback_lookahead": 1}, {"lookahead": 5, "budget": 18}], ids=str)
+def test_replay_agrees_with_the_engine(dtype: str, changes: dict[str, int]) -> None:
+    """Tokens per round within 3 %, hit rate within 2 points, retention within 2 %; the engine's rounds at an answer's end are cut."""
+    target = load_target(TARGET, dtype)
+    anywhere = {"target_devices": ("cpu",), "draft_devices": ("cpu",)}  # not pinned: that would outlast the test
+    common = {"target": TARGET, "drafter": str(DRAFTER), "dtype": dtype, "batch_size": 4, "max_model_len": 512, **anywhere}
+    settings = EngineSettings.model_validate({**common, **changes})
+    prompts = [render_prompt(prompt.messages, target.tokenizer) for prompt in read_prompts(PROMPTS, 12)]
+    params = SamplingParams(max_new_tokens=64)
+    requests = run(settings, Mode.SSD, target, prompts, params)
+    sd_rounds = rounds_of(run(settings, Mode.SD, target, prompts, params))
+    rounds = rounds_of(requests)
+
+    loaded = load_drafter(DRAFTER, target.facts, target.embed_weight, DTYPES[dtype])
+    plan = DraftPlan.of(settings, Mode.SSD)
+    with torch.inference_mode():
+        serving, answers = serving_of(target, loaded, requests, plan)
+        ssd, sd = replay(serving, answers, [plan_of(loaded, plan), synchronous(plan.lookahead)])
+    kept, paired = retention_of(ssd), paired_tokens(requests, settings, target)
+    served, fresh = (sum(p.rounds + getattr(p, name) for p in paired) for name in ("served", "fresh"))
+    assert kept is not None
+    pairs = {
+        "tokens per round in SSD": (tau(ssd), tokens_per_round(rounds)),
+        "tokens per round in SD": (tau(sd), tokens_per_round(sd_rounds)),
+        "hit rate": (hit_rate_of(ssd), hit_rate(rounds)),
+        "retention": (kept.value, served / fresh),
+    }
+    print(dtype, changes, {name: tuple(round(float(value or 0), 4) for value in pair) for name, pair in pairs.items()})
+    for name in ("tokens per round in SSD", "tokens per round in SD"):
+        assert pairs[name][0] == pytest.approx(pairs[name][1], rel=0.03), name
+    for name in ("hit rate", "retention"):
+        assert pairs[name][0] == pytest.approx(pairs[name][1], abs=0.02), name
