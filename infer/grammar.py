@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,13 +71,11 @@ class Vocabulary(NamedTuple):
     def of(target: Target) -> Vocabulary:
         """The target's own."""
         backend = getattr(target.tokenizer, "backend_tokenizer", None)
-        text = None
-        if backend is not None:
-            plain = Tokenizer.from_str(backend.to_str())
-            plain.no_padding()
-            plain.no_truncation()
-            text = plain.to_str()
-        return Vocabulary(text, target.facts.vocab_size, tuple(target.facts.end_token_ids))
+        if backend is not None and (backend.padding or backend.truncation):
+            backend = Tokenizer.from_str(backend.to_str())
+            backend.no_padding()
+            backend.no_truncation()
+        return Vocabulary(backend and backend.to_str(), target.facts.vocab_size, tuple(target.facts.end_token_ids))
 
 
 class Grammars:
@@ -115,10 +114,12 @@ class GrammarState:
         self._matcher, self._vocabulary = matcher, vocabulary
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Tokens are committed: they were allowed."""
-        consumed = self._matcher.try_consume_tokens(list(tokens))
+        """Tokens are committed: they were allowed. An end token ends the text, where the grammar itself may have ended before it."""
+        ends = self._vocabulary.end_token_ids
+        tokens = list(takewhile(lambda token: token not in ends, tokens))
+        consumed = self._matcher.try_consume_tokens(tokens)
         if consumed < len(tokens):
-            log.warning("a grammar gave up after %d of the tokens %s: %s", consumed, list(tokens), self._matcher.get_error())
+            log.warning("a grammar gave up after %d of the tokens %s: %s", consumed, tokens, self._matcher.get_error())
 
     def valid(self, tokens: Sequence[int]) -> int:
         """How many of `tokens` may follow, one after another."""

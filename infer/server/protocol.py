@@ -243,6 +243,8 @@ def _explain(kind: type[Body], error: ValidationError) -> ApiError:
     path = [part for part in first["loc"] if isinstance(part, int) or part.isidentifier()]  # without the names of union branches
     field = str(path[0])
     name = ".".join(str(part) for part in path if part not in ("str", "int"))
+    if first["type"] == "extra_forbidden" and len(path) > 1:
+        return ApiError(400, f"{name} is not known: leave it out", name, "unknown_parameter")
     if first["type"] == "extra_forbidden":
         return ApiError(400, str(unknown_name("parameter", field, kind.model_fields)), field, "unknown_parameter")
     if first["type"] == "missing":

@@ -221,12 +221,13 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_a_json_schema_is_followed(pair: tuple[Target, Path], mode: Mode) -> None:
+def test_a_json_schema_is_followed(pair: tuple[Target, Path], mode: Mode, caplog: pytest.LogCaptureFixture) -> None:
     params = SamplingParams(max_new_tokens=90, temperature=1.0, seed=3, grammar=json_grammar(SCHEMA))
     for request in _answers(pair, mode, [replace(params, seed=seed) for seed in range(4)]):
         if request.finish_reason is FinishReason.STOP:
             value = json.loads(_text(pair[0], request))
             assert value.keys() == {"name", "age"} and isinstance(value["name"], str) and 0 <= value["age"] <= 99
+    assert caplog.messages == [], "a grammar that has ended takes no end token, and that is nothing to warn of"
 
 
 def test_a_draft_process_reads_grammars_too(pair: tuple[Target, Path]) -> None:

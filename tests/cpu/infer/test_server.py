@@ -284,7 +284,8 @@ def test_answers_with_a_grammar_follow_it(served: Served) -> None:
         assert choice.finish_reason == "stop"
         return choice.message.content
 
-    assert content(extra_body={"guided_choice": ["yes", "no"]}) in ("yes", "no")
+    for named in ({"guided_choice": ["yes", "no"]}, {"structured_outputs": {"choice": ["yes", "no"]}}):
+        assert content(extra_body=named) in ("yes", "no")
     assert re.fullmatch("[0-9]{3}(-[0-9]{2}){2}", content(seed=1, extra_body={"guided_regex": "[0-9]{3}(-[0-9]{2}){2}"}))
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
@@ -371,6 +372,8 @@ def test_an_answer_ends_with_the_context(served: Served) -> None:
         ("completions", {"prompt": "a", "guided_choice": ["x", ""]}, "guided_choice", "none of them empty"),
         ("completions", {"prompt": "a", "guided_choice": ["x"], "guided_regex": "x"}, "guided_choice", "give one of them"),
         ("completions", {"prompt": "a", "guided_regex": "x", "ignore_eos": True}, None, "ignore_eos"),
+        ("completions", {"prompt": "a", "structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "cannot be used"),
+        ("completions", {"prompt": "a", "structured_outputs": {"rege": "a"}}, "structured_outputs.rege", "is not known"),
     ],
 )
 def test_errors_name_the_field(served: Served, path: str, body: dict[str, Any], param: str | None, message: str) -> None:

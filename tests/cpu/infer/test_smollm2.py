@@ -159,16 +159,16 @@ SCHEMA = {
 
 
 @needs_drafter
-def test_constrained_answers_are_the_same_in_every_mode_and_follow_their_schema(target: Target, prompts: list[list[int]]) -> None:
+def test_constrained_answers_are_the_same_with_speculation_and_follow_their_schema(target: Target, prompts: list[list[int]]) -> None:
     """Tokens of many characters, of which some end one part of the value and begin the next."""
     answers = []
-    for mode in Mode:
-        with _engine(target, mode, batch_size=3) as engine:
-            names = [engine.submit(prompt, SamplingParams(80, grammar=json_grammar(SCHEMA))) for prompt in prompts[:3]]
+    for mode in (Mode.AR, Mode.SSD):
+        with _engine(target, mode, batch_size=2) as engine:
+            names = [engine.submit(prompt, SamplingParams(80, grammar=json_grammar(SCHEMA))) for prompt in prompts[:2]]
             ended = drain(engine)
         answers.append([ended[name].new_tokens for name in names])
         assert mode is Mode.AR or any(record.accepted > 1 for request in ended.values() for record in request.rounds)
-    assert answers[0] == answers[1] == answers[2]
+    assert answers[0] == answers[1]
     for tokens in answers[0]:
         value = json.loads(target.tokenizer.decode(tokens, skip_special_tokens=True))
         assert isinstance(value["title"], str) and all(isinstance(part, int) for part in value["parts"])
