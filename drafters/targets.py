@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from drafters.errors import UserError
 from drafters.target_files import TargetIdentity, resolve_target
 from infer.kernels.decoder_layer import FusedDecoderLayer, fits
-from infer.kernels.linear import PackedLinear, fuse, pack
+from infer.kernels.linear import PackedLinear, fuse, is_plain, pack
 from infer.kernels.paged_attention import DocumentContext, attend_in_context
 
 ATTENTION = "ssd_context"  # the name under which our attention function is registered with transformers
@@ -64,6 +63,7 @@ class Target:
     facts: TargetFacts
     lm_head_weight: Tensor  # [V, H]
     embed_weight: Tensor  # [V, H]
+    sharded: bool = False  # each process holds a part: a forward is a collective
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -83,29 +83,31 @@ class TapOutput(NamedTuple):
     last_hidden_BTH: Tensor
 
 
-def load_target(spec: str, dtype: str = "bfloat16", device: str = "cpu", cache_dir: Path | None = None, fuse_layers: bool = True) -> Target:
+def load_target(
+    spec: str, dtype: str = "bfloat16", device: str = "cpu", cache_dir: Path | None = None, fuse_layers: bool = True, shards: int = 1
+) -> Target:
     """Load a target named by directory, hub id, `.gguf` file or `builtin:smollm2-135m`.
 
+    `shards` > 1: so many processes share its weights (`target_model.load_model`); it is then not fused.
     Raises `UserError` where it cannot be found or read, or where the dtype is not one of `DTYPES`.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface
+
+    from drafters.target_model import load_model, whole_weight
 
     AttentionInterface.register(ATTENTION, attend_in_context)
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
     path = resolve_target(spec, cache_dir)
     tokenizer = _tokenizer(spec, path)
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation=ATTENTION)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise UserError(f"target {spec!r} could not be loaded from {path}: {error}") from error
+    model = load_model(spec, path, DTYPES[dtype], device, ATTENTION, shards)
     _check_attention(spec, model.config.get_text_config())
-    model.requires_grad_(False).eval().to(device)
     facts = _facts(spec, Path(path), model, tokenizer)
-    head, embed = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    if fuse_layers:
+    head = whole_weight(model.get_output_embeddings(), spec, "output head")
+    embed = whole_weight(model.get_input_embeddings(), spec, "embeddings")
+    if fuse_layers and shards == 1:
         _speed_up(model)
-    return Target(model, tokenizer, facts, head.detach(), embed.detach())
+    return Target(model, tokenizer, facts, head, embed, shards > 1)
 
 
 def identify(spec: str, cache_dir: Path | None = None) -> TargetIdentity:
@@ -157,9 +159,21 @@ def taps_of(target: Target, tap_ids: Sequence[int]) -> Iterator[dict[int, Tensor
 def tap_features(target: Target, token_ids_BT: Tensor, positions_BT: Tensor, document_ids_BT: Tensor, tap_ids: Sequence[int]) -> TapOutput:
     """One forward over packed rows; attention stays inside documents. No logits are computed."""
     context = DocumentContext(document_ids_BT)
+    arguments: dict[str, Any] = {"input_ids": token_ids_BT, "position_ids": positions_BT, "use_cache": False, "context": context}
     with taps_of(target, tap_ids) as found:
-        output = target.model.get_decoder()(input_ids=token_ids_BT, position_ids=positions_BT, use_cache=False, context=context)
-    return TapOutput(torch.cat([found[tap] for tap in tap_ids], dim=-1), output.last_hidden_state)
+        hidden = _through_whole(target.model, arguments) if target.sharded else target.model.get_decoder()(**arguments).last_hidden_state
+    return TapOutput(torch.cat([found[tap] for tap in tap_ids], dim=-1), hidden)
+
+
+def _through_whole(model: Any, arguments: dict[str, Any]) -> Tensor:
+    """The decoder's output, by a forward of the whole model: FSDP gathers and frees weights from its root down. One logit row is made."""
+    kept: list[Tensor] = []
+    handle = model.get_decoder().register_forward_hook(lambda _, __, output: kept.append(output.last_hidden_state))
+    try:
+        model(**arguments, logits_to_keep=1)
+    finally:
+        handle.remove()
+    return kept[0]
 
 
 def _check_attention(spec: str, config: Any) -> None:
@@ -186,7 +200,7 @@ def _speed_up(model: Any) -> None:
             fuse(mlp, ["gate_proj", "up_proj"])
     head = model.get_output_embeddings()
     pack(model.get_decoder())
-    if type(head) is nn.Linear:  # by name on the model itself: the embedding that may share the weight stays plain
+    if is_plain(head):  # by name on the model itself: the embedding that may share the weight stays plain
         name = next(name for name, child in model.named_children() if child is head)
         setattr(model, name, PackedLinear(head.weight, head.bias))
 

@@ -24,6 +24,9 @@ class FeatureSettings(Settings):
     """Target features: computed once and kept on disk, or computed as they are needed."""
 
     mode: Literal["offline", "online"] = "offline"
+    target: Literal["whole", "sharded"] = Field(
+        default="whole", description="sharded: the processes of a node share the target's weights; for one that fits no single device"
+    )
     directory: str = "runs/features"
     per_node: bool = Field(default=False, description="each node has its own directory, and builds the whole store there")
     rows_per_shard: PositiveInt = 32

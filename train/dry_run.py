@@ -176,7 +176,19 @@ def size(number: float) -> str:
 
 
 def _place(settings: TrainSettings, launch: Launch, target: TargetSize) -> Place:
-    return Place(launch.ranks, launch.sharding, launch.device != "cpu", _target_bytes(settings, target))
+    return Place(launch.ranks, launch.sharding, launch.device != "cpu", _target_share(settings, launch, target))
+
+
+def _target_share(settings: TrainSettings, launch: Launch, target: TargetSize) -> float:
+    """Bytes of the target's weights in a rank that trains. Head and embeddings are whole in each, and all that stored features leave."""
+    whole = _target_bytes(settings, target)
+    end = target.config.vocab_size * target.config.hidden_size * whole / target.parameters
+    if settings.features.mode == "offline":
+        return end if target.config.tie_word_embeddings else 2 * end
+    if settings.features.target == "whole":
+        return whole
+    gathered = 2 * (whole - 2 * end) / target.config.num_hidden_layers  # a layer at work and the next
+    return whole / launch.ranks + 2 * end + gathered
 
 
 def _target_bytes(settings: TrainSettings, target: TargetSize) -> float:
@@ -246,15 +258,17 @@ def _conclusions(plan: Plan) -> list[str]:
     hours[f"{measurements} held-out measurements"] = measurements * _heldout_flops(plan) / (plan.device.flops * launch.share) / 3600
     if settings.features.mode == "offline" and plan.rows.counted:
         tokens = len(plan.rows.rows) * settings.data.row_length
-        hours["target features"] = 2 * plan.target.multiplied * tokens / rate * launch.ranks / 3600
+        hours["target features"] = 2 * plan.target.multiplied * tokens / rate / 3600
     listed = ", ".join(f"{name} {value:.2f}" for name, value in hours.items())
     where = f"{launch.ranks} x {launch.device} at {launch.share:.0%} of {count(plan.device.flops)}FLOP/s"
     lines.append(f"Expected hours on {where}: {sum(hours.values()):.2f} ({listed}).")
-    largest = max(peak(cost.parts) for cost in plan.costs)
+    making = _target_bytes(settings, plan.target) / (launch.ranks if settings.features.target == "sharded" else 1)
+    largest = max(making, *(peak(cost.parts) for cost in plan.costs))
     if largest > plan.device.memory * USABLE:
         lines.append(
             f"Does not fit: {size(largest)} of {size(plan.device.memory)}. Less memory: loss.recompute=true, a smaller "
-            "batch.rows_per_forward or data.row_length, fewer anchors_per_row, more ranks that share (recipes/accelerate)."
+            "batch.rows_per_forward or data.row_length, fewer anchors_per_row, features.target=sharded beside features.mode=online, "
+            "more ranks that share (recipes/accelerate)."
         )
     return lines
 

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     import torch  # below the settings, so that a mistyped key is answered at once
 
     from train.console import Console
-    from train.launch import rank
+    from train.launch import rank, start_accelerator
     from train.loop import train
     from train.prepare import Caller, prepare
 
@@ -53,8 +53,10 @@ def main(argv: list[str]) -> int:
     console = Console(speaks=here.rank == 0)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     device = f"cuda:{here.local_rank}" if torch.cuda.is_available() else "cpu"
+    # A sharded target's parts belong to a process group; otherwise nothing of the preparation needs one, and nobody waits in it.
+    accelerator = start_accelerator() if settings.features.target == "sharded" else None
     prepared = prepare(settings, Caller(device, here, options.yes, console.say, console.show))
-    train(settings, prepared, console)
+    train(settings, prepared, console, accelerator)
     return 0
 
 

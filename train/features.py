@@ -89,3 +89,21 @@ class OnlineFeatures:
     def batch(self, rows: Sequence[int]) -> Features:
         """Features of the rows with these numbers."""
         return compute_features(self.target, [self.rows[row] for row in rows], self.tap_ids)
+
+
+class KeptFeatures:
+    """Computed once and kept in memory: for the held-out rows of a sharded target, which one process alone cannot run."""
+
+    def __init__(self, source: FeatureSource, num_rows: int, rows_per_forward: int) -> None:
+        parts = []
+        for first in range(0, num_rows, rows_per_forward):
+            batch = source.batch(range(first, min(first + rows_per_forward, num_rows)))
+            parts.append([tensor.cpu() for tensor in batch])
+        self.features = Features(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+    def __len__(self) -> int:
+        return len(self.features.token_ids)
+
+    def batch(self, rows: Sequence[int]) -> Features:
+        """Features of the rows with these numbers."""
+        return Features(*(tensor[list(rows)] for tensor in self.features))

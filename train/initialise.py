@@ -16,6 +16,7 @@ from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.eagle3_ssd.rope import RopeScaling, scaling_of_target
 from drafters.eagle3_ssd.vocab import VocabMap, cached_vocabulary
 from drafters.errors import UserError
+from drafters.target_model import usable, whole
 from drafters.targets import Target
 from train.config import DrafterSettings
 
@@ -85,11 +86,15 @@ def _copy(own: nn.Module, source: nn.Module, where: str) -> list[str]:
         given = theirs.get(first_layer_name)
         if given is None:
             notes.append(f"{where}{name} has no counterpart in the target and starts at random")
+            continue
+        given = whole(given)
+        if not usable(given):
+            notes.append(f"{where}{name} is quantised in the target ({given.dtype}) and starts at random")
         elif given.shape == parameter.shape:
             parameter.copy_(given)
         elif given.shape[0] == parameter.shape[0] and 2 * given.shape[-1] == parameter.shape[-1]:
             token_half = 0.1 * parameter[:, : given.shape[-1]]
-            parameter.copy_(torch.cat((token_half, given.to(parameter.dtype)), dim=1))
+            parameter.copy_(torch.cat((token_half, given.to(parameter)), dim=1))
         else:
             notes.append(f"{where}{name} has shape {tuple(parameter.shape)}, the target's {tuple(given.shape)}: it starts at random")
     return notes

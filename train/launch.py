@@ -66,6 +66,15 @@ def _on_cpu(handlers: list[Any]) -> Accelerator:
     return accelerator
 
 
+def gathered(value: Any) -> list[Any]:
+    """Everybody's value, in the order of ranks, in all. Collective."""
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return [value]
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, value)
+    return found
+
+
 def agreed(value: Any) -> Any:
     """The first process's value, in all."""
     if not distributed.is_initialized() or distributed.get_world_size() == 1:

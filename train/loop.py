@@ -6,6 +6,8 @@ import math
 import time
 from pathlib import Path
 
+from accelerate import Accelerator
+
 from train.config import TrainSettings
 from train.console import Console
 from train.export import write_drafter
@@ -24,9 +26,12 @@ from train.throughput import Meter
 BEST, FINAL = "best-eagle3", "final-eagle3"
 
 
-def train(settings: TrainSettings, prepared: Prepared, console: Console) -> Path:
-    """Train to the end of the curriculum, from the newest state if there is one. Returns the drafter's directory."""
-    run, progress = begin(settings, prepared, console)
+def train(settings: TrainSettings, prepared: Prepared, console: Console, accelerator: Accelerator | None = None) -> Path:
+    """Train to the end of the curriculum, from the newest state if there is one. Returns the drafter's directory.
+
+    `accelerator` where the processes know of each other already.
+    """
+    run, progress = begin(settings, prepared, console, accelerator or start_accelerator())
     deadline = math.inf if settings.minutes is None else time.monotonic() + 60 * settings.minutes
     total, is_new = settings.total_steps, False
     if agreed(progress.step == total and not (run.output / FINAL).is_dir()):  # killed after the last step
@@ -54,9 +59,8 @@ def train(settings: TrainSettings, prepared: Prepared, console: Console) -> Path
     return run.output / FINAL
 
 
-def begin(settings: TrainSettings, prepared: Prepared, console: Console) -> tuple[Run, Progress]:
-    """Start the processes, take up the newest state, and wrap the module."""
-    accelerator = start_accelerator()
+def begin(settings: TrainSettings, prepared: Prepared, console: Console, accelerator: Accelerator) -> tuple[Run, Progress]:
+    """Take up the newest state and wrap the module."""
     console.speaks = accelerator.is_main_process
     check_batch(settings, accelerator.num_processes)
     console.say(f"training in {accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}")

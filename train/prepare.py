@@ -1,6 +1,7 @@
 """Everything before the first step: data read and rendered, rows packed, target loaded, features stored, drafter started.
 
-Runs before the process group exists, so a process that fails here leaves nobody waiting in a collective.
+Runs before the process group exists, so a process that fails here leaves nobody waiting in a collective. (A sharded target is the
+exception: its forwards are collectives. Then every process takes the same number of them.)
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from drafters.errors import UserError
 from drafters.targets import Target, load_target
 from train import store
 from train.config import TrainSettings
-from train.features import FeatureSource, OnlineFeatures
+from train.features import FeatureSource, KeptFeatures, OnlineFeatures
 from train.initialise import Start, start
-from train.launch import Rank
-from train.store import StoredFeatures
+from train.launch import Rank, gathered
+from train.store import StoredFeatures, StorePlan
 
 Say = Callable[[str], None]
 ShowProgress = Callable[[str, int, int], None]
@@ -53,12 +54,12 @@ class Prepared(NamedTuple):
 
 def prepare(settings: TrainSettings, caller: Caller) -> Prepared:
     """Prepare a run, in every process."""
-    say = caller.say
+    say, shards = caller.say, caller.rank.local_world if settings.features.target == "sharded" else 1
     try:
         Path(settings.features.directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"features.directory = {settings.features.directory!r} cannot be made ({error}): name another one") from error
-    target = load_target(settings.target, settings.dtype, caller.device, fuse_layers=False)
+    target = load_target(settings.target, settings.dtype, caller.device, fuse_layers=False, shards=shards)
     conversations = [c for path in settings.data.paths for c in read_conversations(path, settings.data.max_conversations)]
     kept, heldout = split(conversations, settings.data.heldout_conversations)
     options = settings.data.template
@@ -79,7 +80,7 @@ def prepare(settings: TrainSettings, caller: Caller) -> Prepared:
         say(note)
     key = _key(settings, target, rows[0])
     if settings.features.mode == "online":
-        training, measured_on = (OnlineFeatures(target, part, taps) for part in rows)
+        training, measured_on = online(settings, target, rows, taps)
         return Prepared(target, first, training, measured_on, data, key)
     training, measured_on = offline(settings, target, rows, taps, caller)
     return Prepared(replace(target, model=None), first, training, measured_on, data, key)  # its layers are not needed any more
@@ -98,6 +99,16 @@ def split(conversations: Sequence[Conversation], heldout: int) -> tuple[list[Con
     while heldout < len(ordered) and place(ordered[heldout]) == place(ordered[heldout - 1]):
         heldout += 1
     return ordered[heldout:], ordered[:heldout]
+
+
+def online(
+    settings: TrainSettings, target: Target, rows: Sequence[Sequence[PackedRow]], taps: Sequence[int]
+) -> tuple[FeatureSource, FeatureSource]:
+    """Features computed as they are needed, for training and for measuring."""
+    training, heldout = (OnlineFeatures(target, part, taps) for part in rows)
+    if settings.features.target == "sharded":
+        return training, KeptFeatures(heldout, min(len(heldout), settings.heldout.max_rows), settings.features.rows_per_forward)
+    return training, heldout
 
 
 def offline(
@@ -119,10 +130,21 @@ def offline(
         def show(done: int, total: int) -> None:
             caller.show("target features", done, total)
 
-        store.build_share(plan, target, options.rows_per_forward, share, show)
+        if options.target == "sharded":
+            missing = all_missing(plan, rank, options.per_node)
+            store.build_together(plan, target, options.rows_per_forward, missing, share, show)
+        else:
+            store.build_share(plan, target, options.rows_per_forward, share, show)
         store.await_shards(plan, show)
     training, heldout = (StoredFeatures(plan.place) for plan in plans)
     return training, heldout
+
+
+def all_missing(plan: StorePlan, rank: Rank, per_node: bool) -> list[int]:
+    """Shards that any process which shares the store does not see: one list for all of them. Collective."""
+    node = rank.rank // rank.local_world
+    found = gathered((node, plan.missing))
+    return sorted({number for where, missing in found if where == node or not per_node for number in missing})
 
 
 def ask(question: str) -> bool:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.errors import UserError
+from drafters.target_model import whole
 from train.launch import agreed
 from train.objective import Objective
 from train.state import MOMENTS, Saved, TrainingState
@@ -72,7 +73,7 @@ class Replicated:
         """See `Spread`."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        norm = full(torch.nn.utils.clip_grad_norm_([p for _, p in self._trained()], self.clip_norm))
+        norm = whole(torch.nn.utils.clip_grad_norm_([p for _, p in self._trained()], self.clip_norm))
         check_finite(float(norm))
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -84,9 +85,9 @@ class Replicated:
         moments: dict[str, dict[str, Tensor]] = {moment: {} for moment in MOMENTS}
         for name, parameter in self._trained():
             own = self.optimizer.state[parameter]
-            weights[name] = full(parameter.detach()).cpu()
+            weights[name] = whole(parameter.detach()).cpu()
             for moment in MOMENTS:
-                moments[moment][name] = full(own[moment]).cpu()
+                moments[moment][name] = whole(own[moment]).cpu()
             updates = int(own["step"])
         return TrainingState(weights, moments, updates) if self.accelerator.is_main_process else None
 
@@ -102,21 +103,16 @@ class Replicated:
         drafter = self.objective.drafter
         if not any(isinstance(parameter, DTensor) for parameter in drafter.parameters()):
             return drafter if self.accelerator.is_main_process else None
-        weights = {name: full(tensor.detach()) for name, tensor in drafter.state_dict().items()}
+        weights = {name: whole(tensor.detach()) for name, tensor in drafter.state_dict().items()}
         return drafter_of(drafter, weights) if self.accelerator.is_main_process else None
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.objective.drafter.named_parameters() if p.requires_grad)
 
 
-def full(tensor: Tensor) -> Tensor:
-    """A DTensor's whole content, in every process; other tensors are whole already. Collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """`whole`, known to every process, laid out as `parameter` is."""
-    moved = whole.to(parameter.device)
+def like(content: Tensor, parameter: Tensor) -> Tensor:
+    """`content`, known to every process, laid out as `parameter` is."""
+    moved = content.to(parameter.device)
     if not isinstance(parameter, DTensor):
         return moved
     return distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -145,6 +145,27 @@ def build_share(plan: StorePlan, target: Target, rows_per_forward: int, share: t
             show(plan.rows_done, len(plan.rows))
 
 
+def build_together(
+    plan: StorePlan, target: Target, rows_per_forward: int, missing: Sequence[int], share: tuple[int, int], show: ShowRows
+) -> None:
+    """Write the `missing` shards with a target that all processes hold together: each runs as many forwards as every other.
+
+    A process without a shard in a round, or with a shorter one, repeats its last rows, because a forward is a collective.
+    """
+    rank, world = share
+    per_shard = -(-min(plan.rows_per_shard, len(plan.rows)) // rows_per_forward)
+    for first in range(0, len(missing), world):
+        mine = missing[first : first + world][rank : rank + 1]
+        parts = forwards(plan.shard((mine or missing)[0]), rows_per_forward)
+        padded = parts + parts[-1:] * (per_shard - len(parts))
+        if mine:
+            write_shard(plan, mine[0], padded, target)
+        else:
+            for part in padded:
+                compute_features(target, part, plan.tap_ids)
+        show(plan.rows_done, len(plan.rows))
+
+
 def forwards(rows: Sequence[PackedRow], rows_per_forward: int) -> list[Sequence[PackedRow]]:
     """`rows` cut into forwards."""
     return [rows[start : start + rows_per_forward] for start in range(0, len(rows), rows_per_forward)]

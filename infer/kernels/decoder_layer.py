@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from infer.kernels import cpu_rows
-from infer.kernels.linear import PackedLinear
+from infer.kernels.linear import PackedLinear, is_plain
 from infer.kernels.paged_attention import AttentionContext, PagedContext
 
 SUPPORTED = ("LlamaDecoderLayer",)
@@ -93,7 +93,7 @@ def rotate(x_BSND: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> Tensor:
 
 def fits(layer: Any) -> bool:
     """Whether `FusedDecoderLayer` computes what this layer does."""
-    if type(layer).__name__ not in SUPPORTED:
+    if type(layer).__name__ not in SUPPORTED or not all(is_plain(module) for module in layer.modules() if hasattr(module, "in_features")):
         return False
     return type(layer.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
 

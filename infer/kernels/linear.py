@@ -6,6 +6,7 @@ Applied from outside to a finished model (`fuse`, `pack`); the model's own code 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,11 @@ def can_pack(weight: Tensor) -> bool:
     """Packing exists for bf16 on CPU, where oneDNN is built in."""
     built_in = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     return built_in and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+
+
+def is_plain(module: object) -> TypeGuard[nn.Linear]:
+    """An `nn.Linear` with an ordinary weight: no subclass, nothing quantised."""
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and module.weight.dtype.itemsize >= 2
 
 
 class PackedLinear(nn.Module):
@@ -75,7 +81,7 @@ class FusedFollower(nn.Module):
 def fuse(parent: nn.Module, names: Sequence[str]) -> bool:
     """Fuse the `nn.Linear` children `names` of `parent`. Returns False, and changes nothing, where they do not fit together."""
     layers = [getattr(parent, name, None) for name in names]
-    plain = [layer for layer in layers if type(layer) is nn.Linear]
+    plain = [layer for layer in layers if is_plain(layer)]
     if len(plain) != len(names) or len({(p.in_features, p.bias is None, p.weight.dtype) for p in plain}) != 1:
         return False
     leader = FusedLeader(plain)
@@ -87,7 +93,7 @@ def fuse(parent: nn.Module, names: Sequence[str]) -> bool:
 
 def pack(model: nn.Module) -> int:
     """Replace every remaining `nn.Linear` below `model` by a `PackedLinear`. Returns how many were replaced."""
-    found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children() if type(child) is nn.Linear]
+    found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children() if is_plain(child)]
     for parent, name, child in found:
         setattr(parent, name, PackedLinear(child.weight, child.bias))
     return len(found)

@@ -6,12 +6,12 @@ import hashlib
 import json
 import shutil
 import subprocess
+import threading
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,11 @@ from drafters.target_files import BuiltinTarget
 from drafters.targets import Target, identify, load_target, tap_features
 from infer.kernels.linear import PackedLinear
 from infer.kernels.paged_attention import DocumentContext
-from tests.tiny import SPECIALS, save_tiny_target, tiny_model, tiny_tokenizer
+from tests.gguf_file import MERGED, write_gguf
+from tests.tiny import save_tiny_target, tiny_model, tiny_tokenizer
 
 TAPS = (2, 3, 4)
 LENGTH = 24
-MERGED = 259  # in the GGUF file: the token behind those of the tiny tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -210,48 +210,27 @@ def test_a_damaged_directory_is_named(copy: Path, name: str) -> None:
         load_target(str(copy), "float32")
 
 
-def write_gguf(path: Path) -> Path:
-    """A tiny target as llama.cpp's converter writes it: fp32, rotary pairs interleaved in q and k; one merged token, `ab`."""
-    model, tokenizer = tiny_model(vocab_size=MERGED + 1), tiny_tokenizer()
-    config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(8)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list([*tokenizer.convert_ids_to_tokens(list(range(MERGED))), "ab"])
-    writer.add_token_types([3] * len(SPECIALS) + [1] * (MERGED + 1 - len(SPECIALS)))
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(2)
-    writer.add_bos_token_id(1)
-    writer.add_chat_template(str(tokenizer.chat_template))
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, weight in model.state_dict().items():
-        array = weight.numpy()
-        if "q_proj" in name or "k_proj" in name:
-            heads = config.num_attention_heads if "q_proj" in name else 2
-            array = np.ascontiguousarray(array.reshape(heads, 2, 4, -1).swapaxes(1, 2).reshape(array.shape))
-        place = names.get_name(name, (".weight",))
-        assert place is not None, name
-        writer.add_tensor(place, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def test_processes_that_need_a_conversion_at_once_make_it_once(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+    real = target_files._convert
+
+    def counted(gguf: Path, place: Path) -> None:
+        made.append(place)
+        time.sleep(0.2)
+        real(gguf, place)
+
+    monkeypatch.setattr(target_files, "_convert", counted)
+    threads = [threading.Thread(target=target_files.resolve_target, args=(str(gguf_file), tmp_path)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1 and (made[0] / target_files.MARKER).is_file()
 
 
 @torch.no_grad()
@@ -331,7 +310,7 @@ def test_a_builtin_package_with_another_hash_is_refused(wheel: Path, tmp_path: P
         file.write(b"!")
     with pytest.raises(UserError, match=r"tiny_package-1.0-py3-none-any.whl has SHA-256 [0-9a-f]{64}, expected [0-9a-f]{64}"):
         load_target("builtin:tiny", cache_dir=tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()
+    assert list((tmp_path / "cache" / "targets").iterdir()) == []
 
 
 def test_a_failed_download_says_why(wheel: Path, tmp_path: Path) -> None:

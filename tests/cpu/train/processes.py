@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -49,19 +49,24 @@ def launched(place: Path, output: str, config: str, processes: int, **changes: A
 
 def forked(place: Path, output: str, config: str, processes: int, **changes: Any) -> Path:
     """Train in processes with the environment that `accelerate launch` would give them. Returns the run's directory."""
+    told = {**accelerate_environment(config, processes), "LOCAL_WORLD_SIZE": str(processes)}
+    arguments = ["--config", written(place, output, **changes), "--debug"]
+    fork(one_process, [({**told, "RANK": str(rank), "LOCAL_RANK": str(rank)}, arguments) for rank in range(processes)])
+    return place / output
+
+
+def fork(function: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> None:
+    """Call `function` once for each of `arguments`, each in a process of its own, all at once."""
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     os.environ["DS_ACCELERATOR"] = "cpu"
-    environment = accelerate_environment(config, processes)
-    arguments = ["--config", written(place, output, **changes), "--debug"]
-    children = [context.Process(target=one_process, args=(rank, environment, arguments)) for rank in range(processes)]
+    children = [context.Process(target=function, args=given) for given in arguments]
     for child in children:
         child.start()
     for child in children:
         child.join(PATIENCE)
         child.kill()
-    assert [child.exitcode for child in children] == [0] * processes
-    return place / output
+    assert [child.exitcode for child in children] == [0] * len(children)
 
 
 def written(place: Path, output: str, **changes: Any) -> str:
@@ -78,8 +83,7 @@ def accelerate_environment(config: str, processes: int) -> dict[str, str]:
     with patch("torch.distributed.run.run", lambda _: told.update(os.environ)):  # in the place of torchrun
         launch_command(launch_command_parser().parse_args(given))
     assert told, "accelerate did not come to the start of its processes"
-    port, world = str(free_port()), str(processes)
-    return {**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    return {**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
 
 
 def free_port() -> int:
@@ -88,8 +92,8 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def one_process(rank: int, environment: dict[str, str], arguments: Sequence[str]) -> None:
+def one_process(environment: dict[str, str], arguments: Sequence[str]) -> None:
     """The command in a forked process."""
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    os.environ.update(environment, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     torch.set_num_threads(1)
     sys.exit(run_command(eagle3_selfcond.main, list(arguments)))

@@ -70,6 +70,12 @@ def losses(directory: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
+def heldout(directory: Path) -> dict[str, Any]:
+    """The held-out figures that were measured last."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line["heldout"] for line in lines if "heldout" in line][-1]
+
+
 def command(arguments: list[str], launcher: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*launcher, str(ENTRY), *arguments], capture_output=True, text=True, env={**os.environ, **environment}, check=False

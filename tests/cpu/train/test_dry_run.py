@@ -108,6 +108,24 @@ def test_online_features_cost_a_forward_of_the_target(place: Path) -> None:
     assert more == pytest.approx(2 * plans[0].target.multiplied * 4 * 96)
 
 
+def test_the_targets_share_of_a_ranks_memory(place: Path) -> None:
+    """Whole beside training; cut over the ranks but for its ends and the layers at work; gone but for its ends once features are stored."""
+
+    def held(**features: str) -> float:
+        settings = recipe(str(place / "target"), str(place / "data.jsonl"), features=features)
+        plan = make_plan(settings, place / "train.yaml", H100._replace(ranks=4))
+        [part] = [part for part in plan.costs[0].parts if part.name == "target"]
+        return part.size - 2 * plan.config.draft_vocab_size * plan.config.target_hidden_size
+
+    model = tiny_model()
+    size = 2 if recipe("x", "y").dtype == "bfloat16" else 4
+    whole, end = (size * number for number in (sum(p.numel() for p in model.parameters()), model.lm_head.weight.numel()))
+    ends = end if model.config.tie_word_embeddings else 2 * end
+    assert held(mode="online") == whole and held(mode="offline") == pytest.approx(ends)
+    gathered = 2 * (whole - 2 * end) / model.config.num_hidden_layers
+    assert held(mode="online", target="sharded") == pytest.approx(whole / 4 + 2 * end + gathered)
+
+
 def test_more_depth_takes_more_and_recomputation_keeps_less(place: Path) -> None:
     def peaks(recompute: bool) -> list[float]:
         stages = [{"steps": 1, "depth": depth} for depth in (1, 4, 8)]

@@ -19,7 +19,7 @@ from drafters.targets import Target, load_target
 from tests.cpu.train.rows import TAPS, equal, rows
 from tests.tiny import save_tiny_target
 from train import store
-from train.features import Features, OnlineFeatures
+from train.features import Features, KeptFeatures, OnlineFeatures
 from train.store import StoredFeatures, StorePlan
 
 ALONE = (0, 1)
@@ -53,6 +53,7 @@ def test_a_store_gives_what_online_gives(target: Target, tmp_path: Path) -> None
     assert len(stored) == len(online) == 5 and shown == [(2, 5), (4, 5), (5, 5)]
     together = Features(*(torch.cat(parts) for parts in zip(*(online.batch([i]) for i in (4, 0, 3)), strict=True)))
     equal(stored.batch([4, 0, 3]), together)
+    equal(KeptFeatures(online, 5, 1).batch([4, 0, 3]), together)
 
 
 def test_a_store_with_more_shards_than_open_files(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +137,23 @@ def test_processes_share_the_shards_and_nobody_starts_before_the_first_has_agree
         thread.join(30)
     assert not torch.distributed.is_initialized()
     assert written == {0: [0, 3, 6], 1: [1, 4], 2: [2, 5]}
+    equal(StoredFeatures(plan.place).batch(range(7)), OnlineFeatures(target, plan.rows, TAPS).batch(range(7)))
+
+
+def test_with_a_shared_target_every_process_runs_as_many_forwards(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven rows in shards of three: [3, 3, 1], over two processes; a forward takes two rows. Both run 2 rounds of 2 forwards."""
+    plan = planned(tmp_path, target, rows(7), per_shard=3)
+    count = {0: 0, 1: 0}
+    real = store.compute_features
+    for rank in (0, 1):
+
+        def counted(*arguments: Any, rank: int = rank) -> Features:
+            count[rank] += 1
+            return real(*arguments)
+
+        monkeypatch.setattr(store, "compute_features", counted)
+        store.build_together(plan, target, 2, [0, 1, 2], (rank, 2), nothing)
+    assert count == {0: 4, 1: 4} and plan.missing == []
     equal(StoredFeatures(plan.place).batch(range(7)), OnlineFeatures(target, plan.rows, TAPS).batch(range(7)))
 
 
