@@ -21,13 +21,17 @@ STOP_TIMEOUT = timedelta(seconds=2)
 
 
 class DraftProcess:
-    """A `Channel` to a process of its own. Creating one starts the process."""
+    """A `Channel` to a process of its own. Creating one starts the process; raises `PeerGone` where the system does not let it."""
 
     def __init__(self, job: DraftJob) -> None:
-        self._store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False, timeout=START_TIMEOUT)
-        self._process = mp.get_context("spawn").Process(target=run_draft_process, args=(replace(job, port=self._store.port),), daemon=True)
-        with pinned_to_cores(job.cores):  # a child begins on the cores of its parent, where its imports would slow the target
-            self._process.start()
+        try:
+            self._store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False, timeout=START_TIMEOUT)
+            job = replace(job, port=self._store.port)
+            self._process = mp.get_context("spawn").Process(target=run_draft_process, args=(job,), daemon=True)
+            with pinned_to_cores(job.cores):  # a child begins on the cores of its parent, where its imports would slow the target
+                self._process.start()
+        except (OSError, RuntimeError) as error:  # no memory, no more processes or ports
+            raise PeerGone(f"the draft process cannot be started: {error}") from error
         atexit.register(self.close)
         self._deadline = time.monotonic() + START_TIMEOUT.total_seconds()
         self._wire: Wire | None = None

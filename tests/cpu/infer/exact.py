@@ -114,12 +114,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=72)
     parser.add_argument("--files", nargs="+", default=PROMPTS, help="prompt files (default: those in data/prompts)")
+    parser.add_argument("--only", type=int, nargs="+", default=range(len(SETTINGS)), help="numbers of the settings, from 0 (default: all)")
     parser.add_argument("--new-tokens", type=int, default=48)
     options = parser.parse_args()
     target = load_target(TARGET, "float32")
     prompts = prompts_of(target, options.prompts, options.files)
     expected = write(target, prompts, options.new_tokens, Mode.AR).answers
-    runs = [("sd", Mode.SD, {})] + [(f"ssd {tuple(setting)}", Mode.SSD, setting.changes) for setting in SETTINGS]
+    runs = [("sd", Mode.SD, {})] + [(f"ssd {tuple(SETTINGS[i])}", Mode.SSD, SETTINGS[i].changes) for i in options.only]
     exact = True
     for name, mode, changes in runs:
         started = time.monotonic()

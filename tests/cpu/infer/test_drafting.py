@@ -180,6 +180,24 @@ def test_a_drafter_that_is_gone_is_noticed_wherever_it_is_met(where: str) -> Non
         assert drafting.state is DraftState.SERVING
 
 
+def test_a_start_that_the_system_refuses_is_tried_again() -> None:
+    refusals = iter([PeerGone("no more processes")])
+
+    def connect() -> FakeChannel:
+        for error in refusals:
+            raise error
+        return FakeChannel()
+
+    drafting = Drafting(connect)
+    drafting.tend()
+    assert drafting.state is DraftState.GONE and drafting.failures == 1
+    drafting.tend()
+    assert drafting.state is DraftState.GONE, "not at once"
+    CLOCK.now += drafting_module.FIRST_PAUSE
+    drafting.tend()
+    assert drafting.state is DraftState.SERVING
+
+
 def test_pauses_double_with_each_failure_and_start_over_after_a_stable_time() -> None:
     channels = [FakeChannel() for _ in range(12)]
     drafting, pauses = _started(*channels), []

@@ -10,7 +10,7 @@ from drafters.targets import load_target
 from infer.config import Mode
 from tests.cpu.infer.exact import SETTINGS, TARGET, is_exact, prompts_of, write
 
-QUESTIONS, NEW = 12, 32
+QUESTIONS, NEW = 8, 32
 
 
 def test_any_two_values_of_two_settings_meet() -> None:
