@@ -63,6 +63,7 @@ class Target:
     facts: TargetFacts
     lm_head_weight: Tensor  # [V, H]
     embed_weight: Tensor  # [V, H]
+    weights_read: int  # weights that decoding a token reads: all, but for embeddings that the head does not share
     sharded: bool = False  # each process holds a part: a forward is a collective
 
     @property
@@ -105,9 +106,11 @@ def load_target(
     facts = _facts(spec, Path(path), model, tokenizer)
     head = whole_weight(model.get_output_embeddings(), spec, "output head")
     embed = whole_weight(model.get_input_embeddings(), spec, "embeddings")
+    read = sum(weight.numel() for weight in model.parameters())
+    read -= 0 if embed.data_ptr() == head.data_ptr() else embed.numel()
     if fuse_layers and shards == 1:
         _speed_up(model)
-    return Target(model, tokenizer, facts, head, embed, shards > 1)
+    return Target(model, tokenizer, facts, head, embed, read, shards > 1)
 
 
 def identify(spec: str, cache_dir: Path | None = None) -> TargetIdentity:

@@ -104,11 +104,8 @@ def as_served(drafter: Eagle3Drafter, dtype: torch.dtype) -> Eagle3Drafter:
 
 def step_costs(settings: HeldoutSettings, drafter: Eagle3Drafter, target: Target) -> StepCosts:
     """The settings' costs of a drafter step, or those that follow from the sizes: decoding reads all weights once for each step."""
-    read_by_target = sum(map(_size, target.model.parameters()))
-    if target.embed_weight.data_ptr() != target.lm_head_weight.data_ptr():
-        read_by_target -= _size(target.embed_weight)
     read_by_drafter = sum(map(_size, drafter.parameters())) - _size(drafter.embed_tokens.weight) - _size(drafter.fc.weight)
-    by_size = StepCosts(read_by_drafter / read_by_target, ROW_SHARE.get(target.device.type, ROW_SHARE["cuda"]))
+    by_size = StepCosts(read_by_drafter / target.weights_read, ROW_SHARE.get(target.device.type, ROW_SHARE["cuda"]))
     step, row = settings.step_share, settings.row_share
     return StepCosts(by_size.step if step is None else step, by_size.row if row is None else row)
 
