@@ -33,7 +33,10 @@ class Span(NamedTuple):
 
 
 def attend(query_BSND: Tensor, prefix: tuple[Tensor, Tensor], span: Span, own: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Softmax over the seen step-0 keys [B, T, M, D] and the anchor's own keys, [B, A x some, M, D] each; returns [B, S, N, D]."""
+    """Softmax over the seen step-0 keys [B, M, T, D] and the anchor's own keys, [B, A x some, M, D] each; returns [B, S, N, D].
+
+    The step-0 keys come head by head, as products want them, since every step reads them.
+    """
     assert span.own is not None or query_BSND.shape[1] == span.start.shape[1], (query_BSND.shape, span.start.shape)
     keys, values = zip(*own, strict=True)
     return _Attend.apply(query_BSND, *prefix, span, *keys, *values)  # type: ignore[no-any-return]
@@ -48,10 +51,10 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, span: Span, *own: Tensor) -> Tensor:
         own_k, own_v = (_together(half, span) for half in _halves(own))
-        q = _rows(query, key, span)
-        far = torch.bmm(q, _by_head(key).mT)
+        q = _rows(query, key.shape[1], span)
+        far = torch.bmm(q, key.flatten(0, 1).mT)
         near, normaliser = _softmax(_split(q, key), _split(far, key), own_k, own_v, span)
-        mixed = torch.bmm(far, _by_head(value)).add_(near.flatten(0, 1))
+        mixed = torch.bmm(far, value.flatten(0, 1)).add_(near.flatten(0, 1))
         output = _by_slot(mixed, query, span)
         ctx.save_for_backward(query, key, value, output, normaliser, *own)
         ctx.span = span
@@ -62,13 +65,13 @@ class _Attend(torch.autograd.Function):
         query, key, value, output, normaliser, *own = ctx.saved_tensors
         span, halves = ctx.span, _halves(own)
         own_k, own_v = (_together(half, span) for half in halves)
-        q, grad, mixed = _rows(query, key, span), *(_rows(x, key, span, scaled=False) for x in (grads[0], output))
-        k, v = _by_head(key), _by_head(value)
+        q, grad, mixed = _rows(query, key.shape[1], span), *(_rows(x, key.shape[1], span, scaled=False) for x in (grads[0], output))
+        k, v = key.flatten(0, 1), value.flatten(0, 1)
         far, far_grad = torch.bmm(q, k.mT), torch.bmm(grad, v.mT)
         rows = _split(q, key), _split(grad, key), _split(mixed, key)
         near_q, *near = _softmax_gradient(rows, _split(far, key), _split(far_grad, key), own_k, own_v, normaliser, span)
         to_q = torch.bmm(far_grad, k).add_(near_q.flatten(0, 1)).mul_(query.shape[-1] ** -0.5)
-        to_k, to_v = (_split(torch.bmm(x.mT, y), key).transpose(1, 2) for x, y in ((far_grad, q), (far, grad)))
+        to_k, to_v = (_split(torch.bmm(x.mT, y), key) for x, y in ((far_grad, q), (far, grad)))
         parts = [piece for each, half in zip(near, halves, strict=True) for piece in _apart(each, half)]
         return _by_slot(to_q, query, span), to_k, to_v, None, *parts
 
@@ -81,7 +84,7 @@ class _AttendRows(torch.autograd.Function):
         k, v, nothing = _by_head(key), _by_head(value), key.new_empty(len(key), query.shape[1], 0, *key.shape[2:])
         outputs, normalisers = [], []
         for part, seen in _blocks(span):
-            q, none, end = _rows(query[:, part], key, seen), nothing[:, part], part.stop
+            q, none, end = _rows(query[:, part], key.shape[2], seen), nothing[:, part], part.stop
             far = torch.bmm(q, k[:, :end].mT)
             normalisers.append(_softmax(_split(q, key), _split(far, key), none, none, seen)[1])
             outputs.append(_by_slot(torch.bmm(far, v[:, :end]), query[:, part], seen))
@@ -97,8 +100,8 @@ class _AttendRows(torch.autograd.Function):
         to_k, to_v = (torch.zeros(k.shape, dtype=_exact(k[:0]).dtype, device=k.device) for _ in range(2))
         to_q = []
         for (part, seen), normaliser in zip(_blocks(ctx.span), normalisers, strict=True):
-            q, none, end = _rows(query[:, part], key, seen), nothing[:, part], part.stop
-            grad, mixed = (_rows(x[:, part], key, seen, scaled=False) for x in (grads[0], output))
+            q, none, end = _rows(query[:, part], key.shape[2], seen), nothing[:, part], part.stop
+            grad, mixed = (_rows(x[:, part], key.shape[2], seen, scaled=False) for x in (grads[0], output))
             far, far_grad = torch.bmm(q, k[:, :end].mT), torch.bmm(grad, v[:, :end].mT)
             rows = _split(q, key), _split(grad, key), _split(mixed, key)
             _softmax_gradient(rows, _split(far, key), _split(far_grad, key), none, none, normaliser, seen)
@@ -119,10 +122,9 @@ def _by_head(key_BTMD: Tensor) -> Tensor:
     return key_BTMD.transpose(1, 2).flatten(0, 1)
 
 
-def _rows(query_BSND: Tensor, key_BTMD: Tensor, span: Span, scaled: bool = True) -> Tensor:
-    """[B M, R, D], times D^-1/2 if it is `scaled`."""
-    batch, anchors = span.start.shape
-    groups, dim = key_BTMD.shape[2:]
+def _rows(query_BSND: Tensor, groups: int, span: Span, scaled: bool = True) -> Tensor:
+    """[B M, R, D], times D^-1/2 if it is `scaled`; M groups."""
+    (batch, anchors), dim = span.start.shape, query_BSND.shape[-1]
     split = query_BSND.reshape(batch, anchors, -1, groups, query_BSND.shape[2] // groups, dim).permute(0, 3, 4, 1, 2, 5)
     return (split * dim**-0.5 if scaled else split).reshape(batch * groups, -1, dim)
 
@@ -135,9 +137,9 @@ def _by_slot(rows: Tensor, query_BSND: Tensor, span: Span) -> Tensor:
     return split.permute(0, 3, 4, 1, 2, 5).reshape(query_BSND.shape)
 
 
-def _split(rows: Tensor, key_BTMD: Tensor) -> Tensor:
+def _split(rows: Tensor, key: Tensor) -> Tensor:
     """[B M, R, X] as [B, M, R, X]."""
-    return rows.unflatten(0, (len(key_BTMD), -1))
+    return rows.unflatten(0, (len(key), -1))
 
 
 def _halves(own: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from infer.kernels import cpu_loss
+from infer.kernels.cpu_train import add_to
 
 
 def kl(logits_nV: Tensor, teacher_nV: Tensor) -> Tensor:
@@ -140,7 +141,7 @@ class _HeadLosses(torch.autograd.Function):
             figures[part], grad = way(x, weight, teacher, rows[part], base[part], None if bonus is None else bonus[part], mix)
             if grad_hidden is not None and grad_head is not None:
                 grad_hidden[part] = grad @ weight
-                grad_head += grad.T @ x
+                add_to(grad_head, grad.T @ x)
         ctx.save_for_backward(grad_hidden, grad_head)
         ctx.mark_non_differentiable(figures)
         each = Figures(*figures.unbind(1))
@@ -250,8 +251,9 @@ def teacher_probabilities(last_hidden_PH: Tensor, head_VH: Tensor, log_normalise
     fp16 holds numbers in [0, 1] with eight times the precision of bf16. Shared by all depths, which only shift it.
     """
     result = torch.empty(len(last_hidden_PH), len(head_VH), dtype=torch.float16, device=last_hidden_PH.device)
-    for start in range(0, len(last_hidden_PH), CHUNK):
-        part = slice(start, start + CHUNK)
+    at_once = ROWS if last_hidden_PH.device.type == "cpu" else CHUNK
+    for start in range(0, len(last_hidden_PH), at_once):
+        part = slice(start, start + at_once)
         logits = F.linear(last_hidden_PH[part], head_VH.to(last_hidden_PH.dtype))
         if cpu_loss.available(logits, result):
             result[part] = cpu_loss.probabilities(logits, log_normaliser_P[part].float().contiguous())

@@ -121,7 +121,7 @@ def _layer_products(config: DrafterConfig, tokens: int, calls: int) -> list[Prod
 
 
 def _row_attention(config: DrafterConfig, forward: Forward) -> list[Product]:
-    """The first step: every slot against every slot of its row."""
+    """The first step: every slot against every slot of its row, though on CPUs what comes after a block of slots is left out."""
     batch, length, dim = forward.rows * config.num_attention_heads, forward.length, config.head_dim
     calls = config.num_hidden_layers
     return [Product("scores", length, dim, length, batch, calls), Product("mixing", length, length, dim, batch, calls)]

@@ -87,7 +87,7 @@ def deeper_steps(
     recompute: bool = False,
 ) -> Iterator[Tensor]:
     """Yield the outputs [B, A, H] of steps 1..depth (`unroll`)."""
-    run = _runner(recompute)
+    run, prefix = _runner(recompute), _by_head(first.keys)
     hidden = _at(first.hidden, anchors_BA)
     first_positions = rows.positions.gather(1, anchors_BA)
     own: tuple[StepKeys, ...] = ()
@@ -95,7 +95,7 @@ def deeper_steps(
         reach = 0 if window is None else max(0, d - window)
         span = _seen(rows.document_ids, anchors_BA, anchors_BA + reach)
         recent = own if window is None else own[len(own) - min(len(own), window - 1) :]
-        hidden, keys = run(drafter, _embed(drafter, rows, anchors_BA + d), hidden, first_positions + d, span, first.keys, recent)
+        hidden, keys = run(drafter, _embed(drafter, rows, anchors_BA + d), hidden, first_positions + d, span, prefix, recent)
         own = (*own, keys)
         yield hidden
 
@@ -127,7 +127,7 @@ def glue_replay(
     The features of the next round, after a hit at k, are `branch` at anchor p+k+1: several hits in a row are replayed one by one.
     """
     batch, anchors, lookahead, _ = stale_BAKH.shape
-    run, device = _runner(recompute), anchors_BA.device
+    run, prefix, device = _runner(recompute), _by_head(first.keys), anchors_BA.device
     first_positions = rows.positions.gather(1, anchors_BA)
     span = _seen(rows.document_ids, anchors_BA, anchors_BA)
     ahead = torch.arange(1, lookahead + 1, device=device)
@@ -136,7 +136,7 @@ def glue_replay(
     embeds, newest, features = _embed(drafter, rows, slots), _at(first.hidden, anchors_BA)[:, :, None], stale_BAKH
     outputs, glue_keys = newest, ()
     for _ in range(refresh + 1):
-        glue, glue_keys = run(drafter, embeds, features.flatten(1, 2), positions, span._replace(own=causal), first.keys, ())
+        glue, glue_keys = run(drafter, embeds, features.flatten(1, 2), positions, span._replace(own=causal), prefix, ())
         outputs = torch.cat((newest, glue.view(batch, anchors, lookahead, -1)), dim=2)
         features = outputs[:, :, :-1]
     hidden = outputs.gather(2, forks_BA[..., None, None].expand(-1, -1, 1, outputs.shape[-1]))[:, :, 0]
@@ -146,7 +146,7 @@ def glue_replay(
     for m in range(1, lookahead + 1):
         with_own = span._replace(own=F.pad(seen, (0, m), value=True))
         place = forks_BA + m
-        hidden, keys = run(drafter, _embed(drafter, rows, anchors_BA + place), hidden, first_positions + place, with_own, first.keys, own)
+        hidden, keys = run(drafter, _embed(drafter, rows, anchors_BA + place), hidden, first_positions + place, with_own, prefix, own)
         own = (*own, keys)
         branch.append(hidden)
     return Replay(outputs, torch.stack(branch, dim=2))
@@ -183,6 +183,11 @@ def _at(hidden_BTH: Tensor, slots_BA: Tensor) -> Tensor:
     return hidden_BTH.gather(1, slots_BA[..., None].expand(-1, -1, hidden_BTH.shape[-1]))
 
 
+def _by_head(keys: StepKeys) -> StepKeys:
+    """Step-0 keys as [B, M, T, D], which every later step reads."""
+    return tuple(Keys(*(x.transpose(1, 2).contiguous() for x in layer)) for layer in keys)
+
+
 def _runner(recompute: bool) -> Callable[..., tuple[Tensor, StepKeys]]:
     """`_step`, computed again in the backward pass where wanted. It must not see a list that grows later: keys go in as tuples."""
 
@@ -201,7 +206,7 @@ def _step(
     prefix: StepKeys,
     own: tuple[StepKeys, ...],
 ) -> tuple[Tensor, StepKeys]:
-    """One drafter step. Without `prefix` it is step 0 and sees its own keys. Returns the step's keys, layer by layer."""
+    """One drafter step, and its keys, layer by layer. Without `prefix`, which comes by head, it is step 0 and sees its own keys."""
     made: list[Keys] = []
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

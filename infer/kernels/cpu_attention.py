@@ -16,7 +16,7 @@ from numba import njit
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from infer.kernels.numba_scalars import FAST, exp, narrow_bf16, pointer, same, widen_bf16
+from infer.kernels.numba_scalars import FAST, LOWEST, called, exp, from_order, narrow_bf16, pointer, row_at, same, to_order, widen_bf16
 
 
 def available(x: Tensor) -> bool:
@@ -89,47 +89,50 @@ class _Kernels(NamedTuple):
 
 
 def _build(element: Any, bytes_each: int, widen: Any, narrow: Any) -> _Kernels:
-    @njit(inline="always")
+    @called
     def at(address: int, place: int, size: int) -> Any:
-        """`size` elements from a place on: a slice of a large array would bring checks into the inner loops."""
-        return carray(pointer(address + place * bytes_each), (size,), element)
+        return row_at(address + place * bytes_each, size, element)
 
-    @njit(inline="always")
+    @called
     def floats(address: int, place: int, size: int) -> Any:
-        return carray(pointer(address + place * 4), (size,), np.float32)
+        return row_at(address + place * 4, size, np.float32)
 
-    @njit(inline="always", **FAST)
+    @called
+    def power(x: Any) -> Any:
+        return exp(x)
+
+    @called
     def dot(a_D: Any, b_D: Any) -> Any:
         total = np.float32(0.0)
         for d in range(len(a_D)):
             total += widen(a_D[d]) * widen(b_D[d])
         return total
 
-    @njit(inline="always", **FAST)
+    @called
     def add_scaled(out_D: Any, by: Any, x_D: Any) -> None:
         for d in range(len(out_D)):
             out_D[d] += by * widen(x_D[d])
 
-    @njit(inline="always", **FAST)
+    @called
     def highest_of(row_S: Any) -> Any:
-        highest = np.float32(-np.inf)
+        highest = LOWEST
         for s in range(len(row_S)):
-            highest = max(highest, widen(row_S[s]))
-        return highest
+            highest = max(highest, to_order(widen(row_S[s])))
+        return from_order(highest)
 
-    @njit(inline="always", **FAST)
+    @called
     def sum_of_exponentials(row_S: Any, highest: Any) -> Any:
         total = np.float32(0.0)
         for s in range(len(row_S)):
             total += exp(widen(row_S[s]) - highest)
         return total
 
-    @njit(inline="always", **FAST)
+    @called
     def to_weights(row_S: Any, normaliser: Any) -> None:
         for s in range(len(row_S)):
             row_S[s] = narrow(exp(widen(row_S[s]) - normaliser))
 
-    @njit(inline="always", **FAST)
+    @called
     def to_gradients(row_S: Any, grad_S: Any, normaliser: Any, along: Any) -> None:
         for s in range(len(row_S)):
             weight = exp(widen(row_S[s]) - normaliser)
@@ -176,7 +179,7 @@ def _build(element: Any, bytes_each: int, widen: Any, narrow: Any) -> _Kernels:
                     total = sum_of_exponentials(at(far, row * slots + first, last - first), highest)
                     for i in range(own):
                         if seen_BAQI[b, a, j, i]:
-                            total += exp(scores_I[i] - highest)
+                            total += power(scores_I[i] - highest)
                     log_sum = highest + np.log(total)
                     normaliser_R[row] = log_sum
                     at(far, row * slots, first)[:] = element(0)
@@ -185,7 +188,7 @@ def _build(element: Any, bytes_each: int, widen: Any, narrow: Any) -> _Kernels:
                     mixed_D[:] = np.float32(0.0)
                     for i in range(own):
                         if seen_BAQI[b, a, j, i]:
-                            add_scaled(mixed_D, exp(scores_I[i] - log_sum), at(own_v, keys + i * groups * dim, dim))
+                            add_scaled(mixed_D, power(scores_I[i] - log_sum), at(own_v, keys + i * groups * dim, dim))
                     out_D = at(near, row * dim, dim)
                     for d in range(dim):
                         out_D[d] = narrow(mixed_D[d])
@@ -237,7 +240,7 @@ def _build(element: Any, bytes_each: int, widen: Any, narrow: Any) -> _Kernels:
                     for i in range(own):
                         if seen_BAQI[b, a, j, i]:
                             place = keys + i * groups * dim
-                            weight = exp(dot(q_D, at(own_k, place, dim)) - log_sum)
+                            weight = power(dot(q_D, at(own_k, place, dim)) - log_sum)
                             by = weight * (dot(grad_D, at(own_v, place, dim)) - along)
                             add_scaled(mixed_D, by, at(own_k, place, dim))
                             add_scaled(floats(to_k, place, dim), by, q_D)

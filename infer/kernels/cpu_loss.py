@@ -17,7 +17,20 @@ from numba import njit
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from infer.kernels.numba_scalars import FAST, exp, inlined, narrow_bf16, narrow_fp16, pointer, same, widen_bf16, widen_fp16
+from infer.kernels.numba_scalars import (
+    FAST,
+    LOWEST,
+    exp,
+    from_order,
+    inlined,
+    narrow_bf16,
+    narrow_fp16,
+    pointer,
+    same,
+    to_order,
+    widen_bf16,
+    widen_fp16,
+)
 
 COLUMNS = 7  # of the figures: kl, rejection, correct, listed, found, missing, bonus
 
@@ -82,17 +95,17 @@ def _build(element: Any, widen: Any, narrow: Any, prob_element: Any, widen_prob:
     @inlined
     def first_pass(z_V: Any, p_V: Any, out_V: Any, best: Any) -> Any:
         """Logits and probabilities as fp32 in `out` [2, V]; the highest logit, the teacher's mass, sum p z, and how many exceed z[best]."""
-        highest, mass, product = np.float32(-np.inf), np.float32(0.0), np.float32(0.0)
+        highest, mass, product = LOWEST, np.float32(0.0), np.float32(0.0)
         above, threshold = np.float32(0.0), widen(z_V[best])
         for i in range(len(z_V)):
             z, p = widen(z_V[i]), widen_prob(p_V[i])
             out_V[0, i] = z
             out_V[1, i] = p
-            highest = max(highest, z)
+            highest = max(highest, to_order(z))
             mass += p
             product += p * z
             above += np.float32(1.0) if z > threshold else np.float32(0.0)
-        return highest, mass, product, above
+        return from_order(highest), mass, product, above
 
     @inlined
     def exponentials(row_2V: Any, highest: Any) -> Any:

@@ -13,6 +13,7 @@ from numba.core.types import float32, int32, int64, uint16, voidptr
 from numba.extending import intrinsic, register_jitable
 from numba.np.numpy_support import carray
 
+LOWEST = np.int32(-0x7F800001)  # `to_order` of minus infinity
 LOG2_E = np.float32(1.4426950408889634)
 # Not "nnan" and "ninf": a fault of the model has to stay visible. Python's error model checks every division, which keeps loops scalar.
 FAST: Any = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
@@ -25,6 +26,14 @@ def inlined(function: Any) -> Any:
     that each process makes up, a plain one as where it stands in the source.
     """
     return register_jitable(inline="always", **FAST)(function)
+
+
+def called(function: Any) -> Any:
+    """Like `inlined`, for what a kernel calls more than once: inlined by numba twice, a function's variables get in each other's way.
+
+    LLVM inlines it all the same.
+    """
+    return register_jitable(**FAST)(function)
 
 
 def _cast(result: Any, argument: Any, emit: Any) -> Any:
@@ -73,6 +82,19 @@ def narrow_bf16(value: Any) -> Any:
     """Round to nearest, ties to even."""
     bits = _float_to_bits(np.float32(value))
     return np.uint16((bits + np.int32(0x7FFF) + ((bits >> np.int32(16)) & np.int32(1))) >> np.int32(16))
+
+
+@inlined
+def to_order(value: Any) -> Any:
+    """int32 in the order of the floats, NaN above all: a maximum of integers vectorises, one of floats would have to look for NaN."""
+    bits = _float_to_bits(np.float32(value))
+    return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@inlined
+def from_order(place: Any) -> Any:
+    """The inverse of `to_order`."""
+    return _bits_to_float(np.int32(place ^ ((place >> np.int32(31)) & np.int32(0x7FFFFFFF))))
 
 
 @inlined

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from infer.kernels import cpu_loss, cpu_rows, cpu_train
+from infer.kernels import cpu_attention, cpu_loss, cpu_rows, cpu_train
 
 KERNELS = [*cpu_loss._KERNELS.values(), *cpu_loss._PROBABILITIES.values()]
-KERNELS += [kernel for module in (cpu_rows, cpu_train) for kernels in module._KERNELS.values() for kernel in kernels]
+KERNELS += [kernel for module in (cpu_attention, cpu_rows, cpu_train) for kernels in module._KERNELS.values() for kernel in kernels]
 
 
 def closed_over(function: Any) -> Iterator[Any]:

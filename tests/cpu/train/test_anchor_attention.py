@@ -37,7 +37,8 @@ class Case:
         self.mask = None if queries == 1 else own
 
     def attend(self) -> Tensor:
-        return attend(self.query, self.prefix, Span(self.start, self.stop, self.mask), self.own)
+        key, value = (x.transpose(1, 2) for x in self.prefix)
+        return attend(self.query, (key, value), Span(self.start, self.stop, self.mask), self.own)
 
     def leaves(self) -> list[Tensor]:
         return [self.query, *self.prefix, *(x for pair in self.own for x in pair)]
