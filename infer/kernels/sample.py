@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
-_NUCLEUS = 256  # candidates sorted for top-p where top-k names no number; a row whose nucleus is larger is sorted in full
+_NUCLEUS = (256, 4096)  # candidates sorted for top-p where top-k names no number; for a larger nucleus the whole row
 _BLOCK = 128  # entries per block of the two-level inverse CDF
 
 
@@ -166,13 +166,16 @@ def _first_above(weights_RN: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]
 
 def _smallest_kept(weights_V: Tensor, row: Sampling) -> Tensor:
     """The smallest weight that top-k and top-p let through."""
-    values_N = weights_V.topk(min(row.top_k or _NUCLEUS, len(weights_V))).values.double()
-    if row.top_p == 1.0:
-        return values_N[-1]
-    needed = row.top_p * (weights_V.sum(dtype=torch.float64) if row.top_k is None else values_N.sum())
-    if row.top_k is None and bool(values_N.sum() < needed):
-        values_N = weights_V.sort(descending=True).values.double()
-    return values_N[(values_N.cumsum(-1) - values_N < needed).sum() - 1]
+    size = len(weights_V)
+    total = weights_V.sum(dtype=torch.float64) if row.top_k is None else None
+    values_N, needed = weights_V[:0], weights_V.new_zeros(())
+    counts = [count for count in _NUCLEUS if 4 * count <= size] + [size]  # of more than a quarter it is as quick to sort all
+    for count in counts if row.top_k is None else [row.top_k]:
+        values_N = weights_V.topk(min(count, size)).values.double()
+        needed = row.top_p * (values_N.sum() if total is None else total)
+        if bool(values_N.sum() >= needed):
+            break
+    return values_N[-1] if row.top_p == 1.0 else values_N[(values_N.cumsum(-1) - values_N < needed).sum() - 1]
 
 
 def _mix(state: int) -> int:

@@ -81,7 +81,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("size", [13, 1024])
+@pytest.mark.parametrize("size", [13, 1024, 20_000])
 def test_processing_equals_its_plain_twin_in_one_mixed_batch(size: int) -> None:
     logits = torch.randn(len(SETTINGS), size, generator=torch.Generator().manual_seed(0)) * 2
     before = logits.clone()
