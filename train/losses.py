@@ -6,6 +6,7 @@ Teacher probabilities are exp(logit - log-normaliser over the FULL vocabulary): 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -163,7 +164,11 @@ class _Way(Protocol):
 
 
 def _way(hidden: Tensor, weight: Tensor, teacher: Teacher, bonus: Tensor | None, mix: Mix) -> tuple[_Way, int]:
-    """The fastest way that takes these tensors, and how many rows at once: compiled rows on a CPU, else torch."""
+    """The fastest way that takes these tensors, and how many rows at once: Triton on a GPU, compiled rows on a CPU, else torch."""
+    if hidden.is_cuda and hidden.dtype != torch.float64 and importlib.util.find_spec("triton"):
+        from train import fused_loss
+
+        return fused_loss.fused_chunk, fused_loss.rows_at_once(len(weight), hidden.element_size())
     if cpu_loss.available(hidden, teacher.probs) and (bonus is None or not mix.bonus_temperature):
         return _by_rows, ROWS
     return _by_torch, CHUNK
