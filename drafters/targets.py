@@ -107,7 +107,7 @@ def load_target(
     head = whole_weight(model.get_output_embeddings(), spec, "output head")
     embed = whole_weight(model.get_input_embeddings(), spec, "embeddings")
     read = sum(weight.numel() for weight in model.parameters())
-    read -= 0 if embed.data_ptr() == head.data_ptr() else embed.numel()
+    read -= 0 if model.get_input_embeddings().weight is model.get_output_embeddings().weight else embed.numel()
     if fuse_layers and shards == 1:
         _speed_up(model)
     return Target(model, tokenizer, facts, head, embed, read, shards > 1)

@@ -85,6 +85,32 @@ def test_a_quantisation_without_its_package_is_one_line(tmp_path: Path) -> None:
         load_target(str(target))
 
 
+@pytest.mark.parametrize("fuse_layers", [False, True])
+@torch.no_grad()
+def test_a_bitsandbytes_checkpoint_teaches_as_its_weights_do(tmp_path: Path, fuse_layers: bool) -> None:
+    """Four bits a weight, as bitsandbytes quantised and saved them; where the package is installed."""
+    functional = pytest.importorskip("bitsandbytes").functional
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+    plain, quantised = save_tiny_target(tmp_path / "plain"), save_tiny_target(tmp_path / "nf4")
+    wide = LlamaConfig(**{**tiny_model().config.to_dict(), "hidden_size": 128, "intermediate_size": 128, "head_dim": 32})
+    wide.initializer_range = 128**-0.5
+    torch.manual_seed(0)
+    LlamaForCausalLM(wide).save_pretrained(plain)  # bitsandbytes' CPU kernels want rows of whole blocks
+    options = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    arguments: dict[str, Any] = {"quantization_config": options, "dtype": torch.float32, "device_map": {"": "cpu"}}
+    AutoModelForCausalLM.from_pretrained(plain, **arguments).save_pretrained(quantised)
+    unrounded = features(plain, "float32", tmp_path)
+    tensors = load_file(plain / "model.safetensors")
+    for name, weight in tensors.items():
+        if "proj" in name:
+            tensors[name] = functional.dequantize_4bit(*functional.quantize_4bit(weight, quant_type="nf4")).float()
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    found, rounded = features(quantised, "float32", tmp_path, fuse_layers), features(plain, "float32", tmp_path)
+    for own, theirs, before in zip(found, rounded, unrounded, strict=True):
+        assert float((own - theirs).norm()) < 0.1 * float((own - before).norm())
+
+
 class Quantised(nn.Linear):
     """Stands for a quantiser's own linear layer: a subclass whose weight is not the matrix."""
 
