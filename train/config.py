@@ -103,7 +103,7 @@ class HeldoutSettings(Settings):
     every: PositiveInt = 200
     patience: PositiveInt | None = Field(default=None, description="stop after so many measurements without a better predicted speed")
     max_rows: PositiveInt = 32
-    max_answers: PositiveInt = Field(default=24, description="answers that serving is replayed on")
+    max_answers: PositiveInt = Field(default=12, description="answers that serving is replayed on: most of a measurement's time")
     anchors_per_row: PositiveInt | None = Field(default=32, description="anchors for figures per depth; null takes all")
     depth: PositiveInt | None = Field(default=None, description="deepest step that figures per depth go to; default 2 * lookahead")
     lookahead: PositiveInt = 5
