@@ -15,7 +15,9 @@ from drafters.errors import UserError
 from drafters.settings import read_yaml
 from train.plan import Forward, parameters
 
-HOST = 450e6  # Python, torch, transformers and their tables in the memory of a CPU process
+LOGITS = 256e6  # of the head's losses at a time, at most, on a GPU (`train.fused_loss`)
+LOSS_ROWS = 1024  # on a CPU (`train.losses`)
+HOST = 600e6  # Python, torch, transformers, numba and what it compiled, in the memory of a CPU process
 CONTEXT = 600e6  # CUDA's context and libraries on a GPU
 SLACK = 1.2  # what an allocator takes for what comes and goes
 
@@ -75,7 +77,8 @@ def memory(config: DrafterConfig, forward: Forward, place: Place, recompute: boo
     for name in ("moments", "gradients", "weights")[:level]:
         shared[name] = 1.0 / place.ranks
     sizes = parameters(config)
-    slots, kept = forward.rows * forward.length, saved_bytes(config, forward, recompute, place.on_gpu)
+    slots, logits = forward.rows * forward.length, 2 * config.draft_vocab_size
+    kept = saved_bytes(config, forward, recompute, place.on_gpu)
     return [
         Part("CUDA context" if place.on_gpu else "Python and its libraries", CONTEXT if place.on_gpu else HOST),
         Part("target", place.target + 2 * config.draft_vocab_size * config.target_hidden_size),
@@ -84,9 +87,11 @@ def memory(config: DrafterConfig, forward: Forward, place: Place, recompute: boo
         Part("gradients", 4 * sizes.trained * shared["gradients"]),
         Part("Adam's moments", 8 * sizes.trained * shared["moments"]),
         Part("weights gathered for a step", 4 * sizes.trained * (place.sharding == Sharding.FSDP2), shifts=True),
-        Part("bf16 copies of the weights", 2 * sizes.trained, shifts=True),
+        Part("bf16 copies of the weights and of their gradients", (2 + 2) * sizes.trained, shifts=True),
         Part("features of the rows", slots * (2 * 4 * config.target_hidden_size + 5 * 8 + 4), shifts=True),
         Part("teacher probabilities", 2 * forward.teacher * config.draft_vocab_size, shifts=True),
+        Part("logits of a chunk", min(sum(forward.predictions) * logits, LOGITS if place.on_gpu else LOSS_ROWS * logits), shifts=True),
+        Part("gradients of one layer's activations", slots * 2 * (3 * config.intermediate_size + 4 * config.hidden_size), shifts=True),
         *(Part(name, size, shifts=True) for name, size in kept.items()),
     ]
 
