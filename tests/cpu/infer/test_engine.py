@@ -101,12 +101,12 @@ def test_max_new_tokens_cuts_anywhere_in_an_accepted_speculation(
     assert all(r.finish_reason is (FinishReason.LENGTH) for r in requests if 2 not in r.new_tokens)
 
 
-def test_a_stop_token_ends_the_answer_at_every_place_of_an_accepted_speculation(
-    pair: tuple[Target, Path], prompts: list[list[int]], expected: list[list[int]]
-) -> None:
+def test_a_stop_token_ends_the_answer_at_every_place_of_an_accepted_speculation(pair: tuple[Target, Path]) -> None:
+    learnt = random_prompts(10, 4, pair[0].facts.vocab_size, seed=5)
+    answers = run(_settings(pair, batch_size=16), Mode.AR, pair[0], learnt, SamplingParams(max_new_tokens=NEW))
     cuts = {}
     with launch(_settings(pair, batch_size=16), Mode.SSD, pair[0], in_process=True) as engine:
-        for prompt, tokens in zip(prompts[:3], expected, strict=False):
+        for prompt, tokens in zip(learnt, [answer.new_tokens for answer in answers], strict=True):
             for stop in set(tokens[1:]):
                 cuts[engine.submit(prompt, SamplingParams(NEW, stop_token_ids=(stop,)))] = tokens[: tokens.index(stop) + 1]
         ended = drain(engine)
