@@ -17,7 +17,8 @@ from drafters.errors import UserError
 from infer.channel import PeerGone, Wire
 from infer.devices import pin_to_cores
 from infer.draft_model import DraftModel
-from infer.draft_worker import DraftPlan, DraftWorker
+from infer.draft_plan import DraftPlan
+from infer.draft_worker import DraftWorker
 from infer.grammar import Grammars, Vocabulary
 from infer.messages import ToDraft
 

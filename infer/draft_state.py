@@ -22,6 +22,8 @@ from infer.kernels.adjust import Text
 from infer.kernels.paged_attention import PagedRequest
 from infer.kernels.sample import Sampling
 
+Paths = Sequence[Sequence[int]]  # of one request's rows: the tokens after its committed ones that a row follows
+
 
 class Speculation(NamedTuple):
     """K drafted tokens with what the next round needs of them.
@@ -109,3 +111,27 @@ def tree_mask(prefix: int, glue: int, ks: Sequence[int], depth: int) -> Tensor:
     ks_B1 = torch.tensor(ks)[:, None]
     committed = torch.ones(len(ks), prefix, dtype=torch.bool)
     return torch.cat([committed, torch.arange(glue)[None] < ks_B1, torch.eye(len(ks), dtype=torch.bool).repeat(1, depth)], dim=1)
+
+
+@dataclass(frozen=True)
+class Branching:
+    """One request's tree while it grows: where each branch starts, and the drafter's outputs it starts from."""
+
+    request: DraftRequest
+    branches: Branches
+    outputs_GH: Tensor  # of slot n-2 and the in-flight slots
+
+    def first_paths(self) -> Paths:
+        """What each branch's first drafted token follows: accepted tokens of the speculation in flight, and the bonus token."""
+        flying = self.request.in_flight.tokens if self.request.in_flight else ()
+        return [[*flying[:k], token] for k, token in zip(self.branches.ks, self.branches.tokens, strict=True)]
+
+    def mask(self, depth: int) -> Tensor:
+        """What the tree sees with `depth` tokens on each branch, bool (`tree_mask`)."""
+        return tree_mask(self.request.newest_slot + 1, len(self.outputs_GH) - 1, self.branches.ks, depth).to(self.outputs_GH.device)
+
+    def rows(self, mask_BL: Tensor, depth: int) -> PagedRequest:
+        """The rows of tree step `depth`, with the mask of the deepest one."""
+        count = len(self.branches.ks)
+        last = self.request.newest_slot + len(self.outputs_GH) - 1 + depth * count
+        return self.request.rows(last, count, mask_BL[:, : last + 1])

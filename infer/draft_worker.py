@@ -12,89 +12,22 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from drafters.eagle3_ssd.outcomes import Branches, OutcomeStatistics, fan_out, select_many, statistics_of
-from infer.config import EngineSettings, Mode
+from drafters.eagle3_ssd.outcomes import Branches, select_many
+from infer.config import Mode
+from infer.draft_draws import Drawn, Draws, prepared_of, speculation_of
 from infer.draft_model import DraftModel
-from infer.draft_state import DraftRequest, Prepared, Speculation, tree_mask
+from infer.draft_plan import DraftPlan
+from infer.draft_state import Branching, DraftRequest, Prepared, Speculation
 from infer.fallback import Fallback, NgramIndex
 from infer.grammar import Grammars
-from infer.kernels.adjust import adjust_logits, mask_logits
 from infer.kernels.paged_attention import PagedRequest
-from infer.kernels.saguaro import tilt
-from infer.kernels.sample import Purpose, Sampling, greedy_ids, process_logits, sample_from, uniforms
+from infer.kernels.sample import Sampling
 from infer.messages import Admit, Answer, FromDraft, Outcome, Ready, ToDraft
 from infer.request import Source
-
-
-class DraftPlan(NamedTuple):
-    """The settings a drafter works by. In mode sd it drafts when asked and prepares nothing."""
-
-    mode: Mode
-    lookahead: int
-    jit_lookahead: int  # tokens drafted while the target waits: each costs it a step, so fewer may serve better
-    budget: int
-    policy: str
-    fallback: Fallback
-    refresh: int
-    saguaro_c: float
-    batch_size: int
-    max_model_len: int
-    prefix_cache: bool = True
-    prefill_tokens: int = 256
-
-    @staticmethod
-    def of(settings: EngineSettings, mode: Mode) -> DraftPlan:
-        """The drafter's part of the engine's settings; a synchronous drafter answers everything by drafting now."""
-        fallback = Fallback.JIT if mode is Mode.SD else Fallback(settings.fallback)
-        jit = settings.lookahead if mode is Mode.SD else settings.fallback_lookahead or settings.lookahead
-        shared = {name: getattr(settings, name) for name in DraftPlan._fields if name not in ("mode", "fallback", "jit_lookahead")}
-        return DraftPlan(mode=mode, fallback=fallback, jit_lookahead=jit, **shared)
-
-    @property
-    def scratch_tokens(self) -> int:
-        """Keys that a request needs behind its own: the in-flight slots, and a tree."""
-        return self.lookahead * (1 + self.budget)
-
-    @property
-    def read_tokens(self) -> int:
-        """Slots of a prompt that are written while others wait; never less than what a verification may add."""
-        return max(self.prefill_tokens, 2 * (self.lookahead + 1))
-
-    @property
-    def region_tokens(self) -> int:
-        """Keys of the longest request."""
-        return self.max_model_len + self.scratch_tokens
-
-
-Paths = Sequence[Sequence[int]]  # of one request's rows: the tokens after its committed ones that a row follows
-
-
-class Drawn(NamedTuple):
-    """One request's tokens of one drafting step; `probs_RD` and `lowered` where they were sampled."""
-
-    tokens: list[int]
-    probs_RD: Tensor | None
-    lowered: list[list[int]]
-
-
-@dataclass(frozen=True)
-class Branching:
-    """One request's tree while it grows: where each branch starts, and the drafter's outputs it starts from."""
-
-    request: DraftRequest
-    branches: Branches
-    outputs_GH: Tensor  # of slot n-2 and the in-flight slots
-
-    def first_paths(self) -> Paths:
-        """What each branch's first drafted token follows: accepted tokens of the speculation in flight, and the bonus token."""
-        flying = self.request.in_flight.tokens if self.request.in_flight else ()
-        return [[*flying[:k], token] for k, token in zip(self.branches.ks, self.branches.tokens, strict=True)]
 
 
 class DraftWorker:
@@ -103,11 +36,11 @@ class DraftWorker:
     def __init__(self, model: DraftModel, plan: DraftPlan, grammars: Grammars | None = None) -> None:
         self.model, self.plan, self.grammars = model, plan, grammars
         self.requests: dict[str, DraftRequest] = {}
-        self.statistics: dict[bool, OutcomeStatistics] = {hit: statistics_of(model.card, hit) for hit in (False, True)}
+        self.draws = Draws(model, plan)
         self._answered: list[DraftRequest] = []
         self._busy = 0.0
         for length in range(plan.lookahead + 1) if plan.mode is Mode.SSD else ():
-            self._fan_out(length, after_hit=False)  # a card without figures is refused here, before anything runs
+            self.draws.fan_out(length, after_hit=False)  # a card without figures is refused here, before anything runs
 
     @property
     def ready(self) -> Ready:
@@ -281,7 +214,7 @@ class DraftWorker:
             active = [i for i, length in enumerate(lengths) if length >= place]
             logits_RD = self.model.logits(torch.stack([outputs[i] for i in active]))
             paths = [[[step.tokens[0] for step in drawn[i]]] for i in active]
-            steps = self._draw(logits_RD, [requests[i] for i in active], paths, place) if not given else None
+            steps = self.draws.draw(logits_RD, [requests[i] for i in active], paths, place) if not given else None
             for row, i in enumerate(active):
                 features[i].append(outputs[i])
                 drawn[i].append(steps[row] if steps else Drawn([given[i][place - 1]], None, []))  # type: ignore[index]
@@ -292,7 +225,7 @@ class DraftWorker:
                 hidden = self.model.forward(tokens, torch.stack([outputs[i] for i in going]), slots, rows)
                 for row, i in enumerate(going):
                     outputs[i] = hidden[row]
-        return [_speculation(steps, outs) for steps, outs in zip(drawn, features, strict=True)]
+        return [speculation_of(steps, outs) for steps, outs in zip(drawn, features, strict=True)]
 
     def _extend(self, requests: Sequence[DraftRequest]) -> list[Tensor]:
         """Write the pending slots with their true features. Returns, and keeps, each request's output at its newest slot."""
@@ -344,30 +277,27 @@ class DraftWorker:
 
     def _select(self, requests: Sequence[DraftRequest], outputs: Sequence[Tensor]) -> list[Branches]:
         flying = [r.in_flight for r in requests if r.in_flight]
-        counts = [self._fan_out(len(f.tokens), r.after_hit) for r, f in zip(requests, flying, strict=True)]
+        counts = [self.draws.fan_out(len(f.tokens), r.after_hit) for r, f in zip(requests, flying, strict=True)]
         paths = [[f.tokens[:k] for k in range(len(f.tokens) + 1)] for f in flying]
-        logits_GD = self._adjusted(self.model.logits(torch.cat(list(outputs))), requests, paths)
+        logits_GD = self.draws.adjusted(self.model.logits(torch.cat(list(outputs))), requests, paths)
         lowered = [f.lowered or None for f in flying]
         return select_many(logits_GD, [f.tokens for f in flying], counts, self.model.vocab.draft_to_target, lowered)
-
-    def _fan_out(self, length: int, after_hit: bool) -> tuple[int, ...]:
-        return fan_out(self.plan.policy, length, self.plan.budget, self.statistics[after_hit])
 
     def _tree(self, trees: Sequence[Branching]) -> list[Prepared]:
         """K steps over all branches of all requests together."""
         tokens = [token for tree in trees for token in tree.branches.tokens]
         hidden_RH = torch.cat([tree.outputs_GH[list(tree.branches.ks)] for tree in trees])
         sizes = [len(tree.branches.ks) for tree in trees]
-        deepest = [self._mask(tree, self.plan.lookahead) for tree in trees]
+        deepest = [tree.mask(self.plan.lookahead) for tree in trees]
         starts = [[tree.request.newest_slot + 2 + k for k in tree.branches.ks] for tree in trees]  # where the bonus tokens sit
         paths = [tree.first_paths() for tree in trees]
         steps: list[list[Drawn]] = []
         outputs: list[Tensor] = []
         for depth in range(1, self.plan.lookahead + 1):
             positions = [start - 2 + depth for branch_starts in starts for start in branch_starts]
-            rows = [self._rows(tree, mask, depth) for tree, mask in zip(trees, deepest, strict=True)]
+            rows = [tree.rows(mask, depth) for tree, mask in zip(trees, deepest, strict=True)]
             hidden_RH = self.model.forward(tokens, hidden_RH, positions, rows)
-            steps.append(self._draw(self.model.logits(hidden_RH), [tree.request for tree in trees], paths, depth))
+            steps.append(self.draws.draw(self.model.logits(hidden_RH), [tree.request for tree in trees], paths, depth))
             outputs.append(hidden_RH)
             paths = [
                 [[*path, token] for path, token in zip(rows, drawn.tokens, strict=True)]
@@ -375,72 +305,4 @@ class DraftWorker:
             ]
             tokens = [token for drawn in steps[-1] for token in drawn.tokens]
         pieces = torch.stack(outputs).split(sizes, dim=1)
-        return [_prepared(tree.branches, [step[i] for step in steps], pieces[i]) for i, tree in enumerate(trees)]
-
-    def _mask(self, tree: Branching, depth: int) -> Tensor:
-        mask = tree_mask(tree.request.newest_slot + 1, len(tree.outputs_GH) - 1, tree.branches.ks, depth)
-        return mask.to(tree.outputs_GH.device)
-
-    def _rows(self, tree: Branching, mask_BL: Tensor, depth: int) -> PagedRequest:
-        count = len(tree.branches.ks)
-        last = tree.request.newest_slot + len(tree.outputs_GH) - 1 + depth * count
-        return tree.request.rows(last, count, mask_BL[:, : last + 1])
-
-    def _draw(self, logits_RD: Tensor, requests: Sequence[DraftRequest], paths: Sequence[Paths], place: int) -> list[Drawn]:
-        """The tokens that follow each path, the `place`-th after the bonus token: argmax, or a keyed draw from q'."""
-        logits_RD = self._adjusted(logits_RD, requests, paths)
-        sampled = [not request.sampling.greedy for request in requests]
-        if not any(sampled):
-            return self._argmax(logits_RD, paths)
-        if all(sampled):
-            return self._sample(logits_RD, requests, paths, place)
-        pieces, drawn = logits_RD.split([len(own) for own in paths]), {}
-        for kind in (False, True):
-            members = [i for i, own in enumerate(sampled) if own is kind]
-            logits, own_paths = torch.cat([pieces[i] for i in members]), [paths[i] for i in members]
-            own = self._sample(logits, [requests[i] for i in members], own_paths, place) if kind else self._argmax(logits, own_paths)
-            drawn |= zip(members, own, strict=True)
-        return [drawn[i] for i in range(len(requests))]
-
-    def _adjusted(self, logits_RD: Tensor, requests: Sequence[DraftRequest], paths: Sequence[Paths]) -> Tensor:
-        """Logits after each request's own bias, penalties and grammar: what is drafted without them is seldom accepted under them."""
-        if not any(request.sampling.adjusts for request in requests):
-            return logits_RD
-        pieces, vocab = list(logits_RD.split([len(own) for own in paths])), self.model.vocab
-        for i, (request, own) in enumerate(zip(requests, paths, strict=True)):
-            if request.sampling.adjusts:
-                pieces[i] = adjust_logits(pieces[i], request.sampling, request.text, own, vocab.target_to_draft)
-            if request.grammar is not None:
-                mask_logits(pieces[i], request.grammar.allowed(own).to(logits_RD.device)[:, vocab.draft_to_target])
-        return torch.cat(pieces)
-
-    def _argmax(self, logits_RD: Tensor, paths: Sequence[Paths]) -> list[Drawn]:
-        tokens = iter(self.model.vocab.draft_to_target[torch.tensor(greedy_ids(logits_RD))].tolist())
-        return [Drawn([next(tokens) for _ in own], None, []) for own in paths]
-
-    def _sample(self, logits_RD: Tensor, requests: Sequence[DraftRequest], paths: Sequence[Paths], place: int) -> list[Drawn]:
-        """All rows at once. The distribution is the request's own (temperature, filters), tilted where Saguaro sampling is on."""
-        rows = [(request, len(request.tokens) + len(path)) for request, own in zip(requests, paths, strict=True) for path in own]
-        counts = self._fan_out(self.plan.lookahead, True) if self.plan.mode is Mode.SSD and self.plan.saguaro_c < 1 else ()
-        probs = process_logits(logits_RD, [request.sampling for request, _ in rows])
-        tilted = tilt(probs, counts[place - 1] if counts else 0, self.plan.saguaro_c)
-        seeds, positions = [request.sampling.seed for request, _ in rows], [position for _, position in rows]
-        draws = uniforms(seeds, positions, Purpose.DRAFT, [place] * len(rows)).to(logits_RD.device)
-        to_target, sizes = self.model.vocab.draft_to_target, [len(own) for own in paths]
-        tokens = to_target[sample_from(tilted.probs_RD, draws)].split(sizes)
-        lowered = to_target[tilted.lowered_RF].split(sizes)
-        drawn = zip(tokens, tilted.probs_RD.split(sizes), lowered, strict=True)
-        return [Drawn(t.tolist(), probs, low.tolist() if low.shape[1] else []) for t, probs, low in drawn]
-
-
-def _speculation(steps: Sequence[Drawn], features: Sequence[Tensor]) -> Speculation:
-    drawn = [step.probs_RD for step in steps if step.probs_RD is not None]
-    lowered = tuple(tuple(step.lowered[0]) for step in steps if step.lowered)
-    tokens = tuple(step.tokens[0] for step in steps)
-    return Speculation(tokens, torch.stack(list(features)), torch.cat(drawn) if drawn else None, lowered)
-
-
-def _prepared(branches: Branches, steps: Sequence[Drawn], features_KBH: Tensor) -> Prepared:
-    drawn = [step.probs_RD for step in steps if step.probs_RD is not None]
-    tokens_BK = [list(tokens) for tokens in zip(*(step.tokens for step in steps), strict=True)]
-    return Prepared(branches, tokens_BK, features_KBH, torch.stack(drawn) if drawn else None, tuple(s.lowered for s in steps if s.lowered))
+        return [prepared_of(tree.branches, [step[i] for step in steps], pieces[i]) for i, tree in enumerate(trees)]

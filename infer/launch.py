@@ -18,8 +18,9 @@ from infer.config import EngineSettings, Mode
 from infer.devices import device_of, pin_to_cores
 from infer.draft_loop import DraftJob
 from infer.draft_model import DraftModel
+from infer.draft_plan import DraftPlan
 from infer.draft_process import DraftProcess
-from infer.draft_worker import DraftPlan, DraftWorker
+from infer.draft_worker import DraftWorker
 from infer.drafting import Drafting
 from infer.engine import Engine
 from infer.grammar import Grammars, Vocabulary

@@ -12,7 +12,7 @@ from drafters.errors import UserError
 from drafters.targets import DTYPES, TargetFacts
 from infer.config import EngineSettings
 from infer.devices import device_of
-from infer.draft_worker import DraftPlan
+from infer.draft_plan import DraftPlan
 from infer.target import BLOCK
 
 CACHE = 4  # times what the running requests can fill: the rest serves requests that begin like earlier ones

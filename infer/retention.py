@@ -17,8 +17,9 @@ from drafters.eagle3_ssd.speed import PairedTokens
 from drafters.targets import DTYPES, Target, tap_features
 from infer.config import EngineSettings, Mode
 from infer.draft_model import DraftModel
+from infer.draft_plan import DraftPlan
 from infer.draft_state import DraftRequest
-from infer.draft_worker import DraftPlan, DraftWorker
+from infer.draft_worker import DraftWorker
 from infer.request import Request, Source
 
 AT_ONCE = 8  # answers drafted for side by side

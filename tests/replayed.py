@@ -11,7 +11,7 @@ from data.pack import PackedRow
 from drafters.eagle3_ssd.checkpoint import LoadedDrafter
 from drafters.eagle3_ssd.outcomes import fan_out, statistics_of
 from drafters.targets import Target
-from infer.draft_worker import DraftPlan
+from infer.draft_plan import DraftPlan
 from infer.request import Request, RoundRecord, Source
 from train.drafting import Answer, Serving, true_slots
 from train.features import Features, compute_features

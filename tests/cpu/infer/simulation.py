@@ -19,7 +19,8 @@ from drafters.eagle3_ssd.vocab import VocabMap
 from infer.blocks import BlockPool
 from infer.channel import LocalChannel, PeerGone
 from infer.config import EngineSettings, Mode
-from infer.draft_worker import DraftPlan, DraftWorker
+from infer.draft_plan import DraftPlan
+from infer.draft_worker import DraftWorker
 from infer.drafting import Drafting
 from infer.engine import Engine
 from infer.kernels.paged_attention import PagedRequest

@@ -12,8 +12,9 @@ from drafters.eagle3_ssd.checkpoint import LoadedDrafter, load_drafter
 from drafters.targets import Target, load_target
 from infer.config import Mode
 from infer.draft_model import DraftModel
+from infer.draft_plan import DraftPlan
 from infer.draft_state import Speculation
-from infer.draft_worker import DraftPlan, DraftWorker
+from infer.draft_worker import DraftWorker
 from infer.fallback import Fallback
 from infer.kernels.sample import Sampling
 from infer.messages import Admit, Outcome, ToDraft

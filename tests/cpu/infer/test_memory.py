@@ -14,7 +14,7 @@ from drafters.errors import UserError
 from drafters.targets import Target, load_target
 from infer.config import EngineSettings, Mode
 from infer.draft_model import DraftModel
-from infer.draft_worker import DraftPlan
+from infer.draft_plan import DraftPlan
 from infer.memory import bytes_per_token, free_bytes, plan_pools
 from infer.target import BLOCK, TargetRunner
 from tests.tiny import save_tiny_drafter, save_tiny_target

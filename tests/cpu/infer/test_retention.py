@@ -11,7 +11,7 @@ from drafters.eagle3_ssd.checkpoint import load_drafter
 from drafters.eagle3_ssd.speed import PairedTokens
 from drafters.targets import Target
 from infer.config import EngineSettings, Mode
-from infer.draft_worker import DraftPlan
+from infer.draft_plan import DraftPlan
 from infer.request import Request, RoundRecord, SamplingParams, Source
 from infer.results import retention_record
 from infer.retention import hit_contexts, paired_tokens

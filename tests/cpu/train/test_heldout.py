@@ -12,7 +12,7 @@ from drafters.eagle3_ssd.checkpoint import LoadedDrafter, load_drafter
 from drafters.eagle3_ssd.speed import StepCosts
 from drafters.targets import Target, load_target
 from infer.config import EngineSettings, Mode
-from infer.draft_worker import DraftPlan
+from infer.draft_plan import DraftPlan
 from infer.figures import hit_rate, rounds_of, tokens_per_round
 from infer.request import Request, SamplingParams
 from tests.replayed import complete, outline, plan_of, rows_of, serving_of, synchronous

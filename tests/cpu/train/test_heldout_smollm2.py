@@ -12,7 +12,7 @@ from data.render import render_prompt
 from drafters.eagle3_ssd.checkpoint import load_drafter
 from drafters.targets import DTYPES, load_target
 from infer.config import EngineSettings, Mode
-from infer.draft_worker import DraftPlan
+from infer.draft_plan import DraftPlan
 from infer.figures import hit_rate, rounds_of, tokens_per_round
 from infer.request import SamplingParams
 from infer.retention import paired_tokens
