@@ -15,7 +15,7 @@ from train.features import Features
 VOCAB, DRAFT_VOCAB, HIDDEN = 40, 24, 16
 
 
-def small_config(layers: int) -> DrafterConfig:
+def small_config(layers: int, draft_vocab_size: int = DRAFT_VOCAB) -> DrafterConfig:
     return DrafterConfig(
         hidden_size=HIDDEN,
         intermediate_size=24,
@@ -26,16 +26,16 @@ def small_config(layers: int) -> DrafterConfig:
         rope_theta=100.0,
         max_position_embeddings=64,
         vocab_size=VOCAB,
-        draft_vocab_size=DRAFT_VOCAB,
+        draft_vocab_size=draft_vocab_size,
         target_hidden_size=HIDDEN,
         tap_hidden_states_ids=(1, 2, 3),
     )
 
 
-def small_drafter(layers: int, seed: int = 0) -> Eagle3Drafter:
+def small_drafter(layers: int, seed: int = 0, draft_vocab_size: int = DRAFT_VOCAB) -> Eagle3Drafter:
     """Random, with weights large enough that attention is far from uniform."""
     torch.manual_seed(seed)
-    drafter = Eagle3Drafter(small_config(layers))
+    drafter = Eagle3Drafter(small_config(layers, draft_vocab_size))
     with torch.no_grad():
         for name, weight in drafter.named_parameters():
             if weight.dim() == 2:
@@ -69,6 +69,15 @@ def packed(layout: list[list[tuple[int, list[int]]]], length: int, seed: int = 0
         log_normaliser=4.0 + torch.rand(shape, generator=generator),
         argmax=torch.randint(0, VOCAB, shape, generator=generator),
     )
+
+
+def exact_pair(layers: int, layout: list[list[tuple[int, list[int]]]], length: int) -> tuple[Eagle3Drafter, Features]:
+    """A drafter with random embeddings and rows for it, both in fp64, where a difference is no rounding."""
+    drafter = small_drafter(layers).double()
+    drafter.embed_tokens.weight.data.normal_(generator=torch.Generator().manual_seed(1))
+    assert drafter.embed_tokens.weight.shape == (VOCAB, HIDDEN)
+    features = packed(layout, length)
+    return drafter, features._replace(taps=features.taps.double())
 
 
 TWO_ROWS = [

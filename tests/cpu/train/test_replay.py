@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.eagle3_ssd.vocab import VocabMap
-from tests.cpu.train.small import HIDDEN, VOCAB, small_config
+from tests.cpu.train.small import HIDDEN, VOCAB, small_drafter
 from tests.plain_drafting import plain_rounds
 from train.drafting import Answer, Serving, true_slots
 from train.near_and_far import attend_near_and_far, grid_of
@@ -22,15 +22,7 @@ LAYOUT, LENGTH = [[10, 13], [21, 0]], 24  # documents of two rows
 
 def drafter_of(layers: int) -> tuple[Eagle3Drafter, VocabMap]:
     """Of four tokens, so that some are right and some are found by chance."""
-    torch.manual_seed(layers)
-    config = small_config(layers).model_copy(update={"draft_vocab_size": DRAFTED})
-    drafter = Eagle3Drafter(config)
-    with torch.no_grad():
-        for name, weight in drafter.named_parameters():
-            if weight.dim() == 2:
-                weight.normal_(0.0, 1.5 / weight.shape[1] ** 0.5)
-            elif "norm" in name:
-                weight.uniform_(0.5, 1.5)
+    drafter = small_drafter(layers, seed=layers, draft_vocab_size=DRAFTED)
     return drafter, VocabMap(torch.arange(3, 3 + DRAFTED), VOCAB)
 
 

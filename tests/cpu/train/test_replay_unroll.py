@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drafters.eagle3_ssd.model import Eagle3Drafter
-from tests.cpu.train.small import HIDDEN, VOCAB, packed, small_drafter
+from tests.cpu.train.small import HIDDEN, VOCAB, exact_pair
 from tests.cpu.train.test_unroll import Past, one_step, rows_of
 from train.features import Features
 from train.unroll import FirstStep, deeper_steps, first_step, glue_replay, stale_features
@@ -60,14 +60,6 @@ class Place:
         return glue, branch
 
 
-def prepared(layers: int) -> tuple[Eagle3Drafter, Features]:
-    drafter = small_drafter(layers).double()
-    drafter.embed_tokens.weight.data.normal_(generator=torch.Generator().manual_seed(1))
-    assert drafter.embed_tokens.weight.shape == (VOCAB, HIDDEN)
-    features = packed(LAYOUT, LENGTH)
-    return drafter, features._replace(taps=features.taps.double())
-
-
 def counts(row: int, column: int) -> bool:
     """Outputs that stay in their document; the others are never trained."""
     return (row, column) != (1, 0)
@@ -76,7 +68,7 @@ def counts(row: int, column: int) -> bool:
 @pytest.mark.parametrize(("layers", "refresh"), [(1, 0), (2, 0), (4, 0), (2, 1)])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_replay_equals_one_query_at_a_time_in_value_and_gradient(layers: int, refresh: int, recompute: bool) -> None:
-    drafter, features = prepared(layers)
+    drafter, features = exact_pair(layers, LAYOUT, LENGTH)
     trained = [p for p in drafter.parameters() if p.requires_grad]
     weights = torch.randn(2, 3, 2 * K + 1, HIDDEN, generator=torch.Generator().manual_seed(2)).double()
 
@@ -113,7 +105,7 @@ def test_replay_equals_one_query_at_a_time_in_value_and_gradient(layers: int, re
 @pytest.mark.parametrize("layers", [1, 2])
 def test_without_a_shift_the_replay_is_the_plain_unroll(layers: int) -> None:
     """After a miss the glue pass computes again what the JIT steps computed, and full acceptance goes on from there."""
-    drafter, features = prepared(layers)
+    drafter, features = exact_pair(layers, LAYOUT, LENGTH)
     rows = rows_of(features)
     first = first_step(drafter, rows, drafter.fuse(features.taps))
     anchors, none = torch.tensor([[2, 6], [6, 9]]), torch.zeros(2, 2, dtype=torch.int64)
@@ -124,7 +116,7 @@ def test_without_a_shift_the_replay_is_the_plain_unroll(layers: int) -> None:
 
 def test_two_hits_in_a_row_are_two_replays() -> None:
     """The second round's features are the first one's branch, computed with the keys of its own time."""
-    drafter, features = prepared(2)
+    drafter, features = exact_pair(2, LAYOUT, LENGTH)
     rows, row, origin, forks = rows_of(features), 0, 3, (2, 1)
     fused = drafter.fuse(features.taps)
     first = first_step(drafter, rows, fused)
@@ -145,7 +137,7 @@ def test_two_hits_in_a_row_are_two_replays() -> None:
 
 
 def test_documents_do_not_see_each_other() -> None:
-    drafter, features = prepared(2)
+    drafter, features = exact_pair(2, LAYOUT, LENGTH)
 
     def outputs(tokens: Tensor, shift: float) -> Tensor:
         rows = rows_of(features._replace(token_ids=tokens))

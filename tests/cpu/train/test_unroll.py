@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drafters.eagle3_ssd.model import Eagle3Drafter
-from tests.cpu.train.small import HIDDEN, TWO_ROWS, VOCAB, LargestTensor, packed, small_drafter
+from tests.cpu.train.small import HIDDEN, TWO_ROWS, VOCAB, LargestTensor, exact_pair, packed, small_drafter
 from train.features import Features
 from train.unroll import Rows, deeper_steps, first_step, unroll
 
@@ -56,14 +56,6 @@ def twin(drafter: Eagle3Drafter, features: Features, fused: Tensor, row: int, an
     return outputs
 
 
-def prepared(layers: int) -> tuple[Eagle3Drafter, Features]:
-    drafter = small_drafter(layers).double()
-    drafter.embed_tokens.weight.data.normal_(generator=torch.Generator().manual_seed(1))
-    assert drafter.embed_tokens.weight.shape == (VOCAB, HIDDEN)
-    features = packed(TWO_ROWS, LENGTH)
-    return drafter, features._replace(taps=features.taps.double())
-
-
 def rows_of(features: Features) -> Rows:
     return Rows(features.token_ids, features.positions, features.document_ids)
 
@@ -77,7 +69,7 @@ ANCHORS = torch.tensor([[1, 7], [0, 4]])
 @pytest.mark.parametrize("window", [None, 1, 2, 3])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_unroll_equals_one_query_at_a_time(layers: int, window: int | None, recompute: bool) -> None:
-    drafter, features = prepared(layers)
+    drafter, features = exact_pair(layers, TWO_ROWS, LENGTH)
     trained = [p for p in drafter.parameters() if p.requires_grad]
     generator = torch.Generator().manual_seed(2)
     depth = {(0, 1): 4, (0, 7): 4, (1, 0): DEPTH, (1, 4): DEPTH}  # so deep that the steps stay in their document
@@ -108,7 +100,7 @@ def test_unroll_equals_one_query_at_a_time(layers: int, window: int | None, reco
 
 
 def test_other_documents_and_later_tokens_do_not_matter() -> None:
-    drafter, features = prepared(2)
+    drafter, features = exact_pair(2, TWO_ROWS, LENGTH)
     fused = drafter.fuse(features.taps)
     before = list(unroll(drafter, rows_of(features), fused, ANCHORS, 2))
     changed = features.token_ids.clone()
@@ -137,7 +129,7 @@ def test_deep_steps_make_nothing_of_the_size_of_a_row_squared() -> None:
 
 
 def test_anchors_do_not_influence_each_other() -> None:
-    drafter, features = prepared(2)
+    drafter, features = exact_pair(2, TWO_ROWS, LENGTH)
     fused = drafter.fuse(features.taps)
     together = list(unroll(drafter, rows_of(features), fused, ANCHORS, 3))[3]
     alone = list(unroll(drafter, rows_of(features), fused, ANCHORS[:, 1:], 3))[3]
