@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafters.errors import UserError
 from infer.kernels.sample import Sampling
 from infer.request import Source
 
@@ -131,7 +132,8 @@ def pack(message: Message) -> bytes:
 def unpack(buffer: bytes | memoryview) -> Message:
     """The message in `buffer`. An other version is refused: both processes have to run the same code."""
     version, length = _HEAD.unpack_from(buffer)
-    assert version == VERSION, f"message of version {version}, this process speaks {VERSION}"
+    if version != VERSION:
+        raise UserError(f"message of version {version}, this process speaks {VERSION}: start target and drafter from one installation")
     header = json.loads(bytes(buffer[_HEAD.size : _HEAD.size + length]))
     tensors, offset = [], _HEAD.size + length
     for name, shape in header["tensors"]:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from drafters.errors import UserError
 from infer.kernels.sample import Sampling
 from infer.messages import VERSION, Admit, Answer, FromDraft, Message, Outcome, Ready, ToDraft, pack, unpack
 from infer.request import Source
@@ -92,5 +93,5 @@ def test_tensors_keep_their_order_and_special_values() -> None:
 
 def test_another_version_is_refused() -> None:
     buffer = struct.pack("<I", VERSION + 1) + pack(ToDraft(stop=True))[4:]
-    with pytest.raises(AssertionError, match=f"message of version {VERSION + 1}, this process speaks {VERSION}"):
+    with pytest.raises(UserError, match=f"message of version {VERSION + 1}, this process speaks {VERSION}"):
         unpack(buffer)
