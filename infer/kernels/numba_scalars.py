@@ -56,14 +56,10 @@ def widen_bf16(bits: Any) -> Any:
     return _bits_to_float(np.int32(np.int32(bits) << np.int32(16)))
 
 
-_half_to_float = _cast(
-    float32, uint16, lambda builder, value: builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
-)
+_half_to_float = _cast(float32, uint16, lambda builder, value: builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType()))
 
 
-_float_to_half = _cast(
-    uint16, float32, lambda builder, value: builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
-)
+_float_to_half = _cast(uint16, float32, lambda builder, value: builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16)))
 
 
 @inlined
