@@ -113,7 +113,7 @@ def packed_rows(settings: TrainSettings, target: TargetSize) -> Rows:
     except UserError as error:
         return Rows([full], False, f"not counted ({error}): {assumed}")
     examples = render_all(kept, AutoTokenizer.from_pretrained(target.directory), length, settings.data.template).examples
-    rows = pack(examples, length, settings.seed)
+    rows = pack(examples, length)
     answers = sum(int((row.turn_ids > 0).sum()) for row in rows)
     return Rows(rows, True, f"{len(examples):,} conversations, {answers:,} answer tokens in {len(rows):,} rows of {length}")
 

@@ -72,7 +72,9 @@ def prepare(settings: TrainSettings, caller: Caller) -> Prepared:
         raise UserError(f"data.paths = {list(settings.data.paths)} leave nothing to train or to measure on; give more conversations")
     first = start(settings.drafter, target, rendered.examples, settings.seed, Path(settings.features.directory) / "vocabularies")
     taps = settings.drafter.tap_hidden_states_ids or first.drafter.config.tap_hidden_states_ids or default_taps(len(target.layers))
-    rows = [pack(part.examples, settings.data.row_length, settings.seed) for part in (rendered, measured)]
+    rows = [
+        pack(part.examples, settings.data.row_length) for part in (rendered, measured)
+    ]  # not by seed: features and held-out rows are shared
     data = _describe(settings, rendered.examples, len(rendered.rejected) + len(measured.rejected), rows[0])
     data["draft_vocabulary_coverage"] = first.coverage
     say(f"data: {data['conversations']} conversations, {data['response_tokens']} response tokens in {data['rows']} rows")

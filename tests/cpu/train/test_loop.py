@@ -19,7 +19,9 @@ from drafters.settings import build_settings
 from drafters.targets import load_target
 from tests.cpu.train.runs import command, losses, make_place, recipe, run, weights
 from train.config import TrainSettings
-from train.prepare import split
+from train.console import Console
+from train.launch import rank
+from train.prepare import Caller, prepare, split
 from train.schedule import learning_rate, rows_of_step
 from train.state import Progress, states
 
@@ -174,3 +176,15 @@ def test_a_launch_that_started_one_process_of_two_is_refused(place: Path) -> Non
     (place / "r.yaml").write_text(yaml.safe_dump(recipe(place, "alone")))
     done = command(["--config", str(place / "r.yaml")], [sys.executable], MASTER_ADDR="127.0.0.1")
     assert done.returncode == 2 and "starts one process only" in done.stderr
+
+
+def test_another_seed_reads_the_features_there_are_and_is_measured_on_the_same_rows(place: Path) -> None:
+    prepared = []
+    for seed in (0, 5):
+        settings = build_settings(TrainSettings, recipe(place, "seeds", seed=seed, features={"directory": str(place / "seeds")}))
+        console = Console(speaks=False)
+        prepared.append(prepare(settings, Caller("cpu", rank(), False, console.say, console.show)))
+    assert len(list((place / "seeds").glob("*/index.json"))) == 2  # to train and to measure on
+    for one, other in ((getattr(each, part) for each in prepared) for part in ("training", "heldout")):
+        assert len(one) == len(other)
+        assert all(torch.equal(one.batch([i]).token_ids, other.batch([i]).token_ids) for i in range(len(one)))
