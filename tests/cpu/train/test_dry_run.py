@@ -145,7 +145,7 @@ def test_the_shipped_recipe_is_planned_without_a_download(tmp_path: Path) -> Non
     environment |= {"PATH": "", "COLUMNS": "120", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
-    assert "135M parameters, 269.0 MB" in done.stdout and "20.4M parameters trained, 28.3M frozen" in done.stdout
+    assert "135M parameters, 269.0 MB" in done.stdout and "9.81M parameters trained, 28.3M frozen" in done.stdout
     assert "Expected hours on 1 x H100 at 40% of 989TFLOP/s" in done.stdout
     assert list(tmp_path.iterdir()) == [] or not list(tmp_path.rglob("*.safetensors"))
 
