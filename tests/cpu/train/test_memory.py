@@ -109,7 +109,7 @@ def test_bytes_that_move_between_ranks() -> None:
 
 @pytest.mark.long
 def test_a_run_of_the_cpu_recipe_peaks_where_the_plan_says(tmp_path: Path) -> None:
-    """Two steps of four layers at depth 11 in a process of its own, features computed before; its largest resident set against `--dry-run`."""
+    """Two steps of four layers at depth 11 in a process of its own; its largest resident set against `--dry-run`."""
     command = [sys.executable, str(ROOT / "train" / "eagle3_selfcond.py"), "--config", "recipes/smollm2-135m/train.yaml"]
     command += [f"output={tmp_path / 'run'}", f"features.directory={tmp_path / 'features'}", "data.max_conversations=120"]
     command += ["drafter.num_hidden_layers=4", "batch.rows_per_forward=8", "loss={kl: 1.0, depth_weights: decay, gamma: 0.9}"]
