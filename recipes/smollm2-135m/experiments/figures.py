@@ -16,12 +16,10 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from drafters.eagle3_ssd.card import read_card
+
 ENGINE, EXPERIMENTS, PLOTS = Path("runs/engine"), Path("runs/experiments"), Path(__file__).parents[1] / "plots"
 LAYERS = {"F-1": 1, "F-2": 2, "E-acceptance": 4, "F-6": 6}
-
-
-def card(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "drafter_card.json").read_text(encoding="utf-8"))
 
 
 def row(name: str, results: dict[str, Any]) -> str:
@@ -32,7 +30,7 @@ def row(name: str, results: dict[str, Any]) -> str:
     columns = [f"{runs['sd']['tokens_per_round']:.2f}"]
     columns += [" ".join(f"{run['tokens_per_round']:.2f}" for run in served), " ".join(f"{run['hit_rate']:.2f}" for run in served)]
     columns += [" ".join(f"{value:.2f}" for value in kept)]
-    held = card(EXPERIMENTS / name / "final-eagle3")["heldout"] if (EXPERIMENTS / name).exists() else None
+    held = read_card(EXPERIMENTS / name / "final-eagle3").heldout if (EXPERIMENTS / name).exists() else None
     columns += [f"{held['tau_fresh']:.2f}", " ".join(f"{held['accuracy'][depth]:.2f}" for depth in (0, 1, 3, 5, 10))] if held else ["", ""]
     return f"| {name} | " + " | ".join(columns) + " |"
 
@@ -44,7 +42,7 @@ def plot_depth() -> None:
     drafters |= {name: EXPERIMENTS / name / "final-eagle3" for name in ("A", "B-flat", "C-replay", "E-acceptance")}
     drafters["shipped"] = Path("drafters/pretrained/smollm2-135m-eagle3")
     for label, directory in drafters.items():
-        axes.plot(card(directory)["heldout"]["accuracy"], marker="o", markersize=3, label=label)
+        axes.plot(read_card(directory).heldout["accuracy"], marker="o", markersize=3, label=label)
     axes.set(xlabel="depth (steps on the drafter's own features)", ylabel="top-1 on held-out answers", ylim=(0, None))
     axes.legend()
     figure.tight_layout()

@@ -16,14 +16,13 @@ ROOT = Path(__file__).parents[3]
 CHILD = """
 import json, sys
 from data import synthesize
-from drafters import convert
 from drafters.errors import UserError, run_command
 from infer import evaluate, generate, serve
 from infer.messages import _HEAD, unpack
 from train import eagle3_selfcond
 
 assert False, "assertions are on"
-MAINS = {"generate": generate, "evaluate": evaluate, "serve": serve, "train": eagle3_selfcond, "synthesize": synthesize, "convert": convert}
+MAINS = {"generate": generate, "evaluate": evaluate, "serve": serve, "train": eagle3_selfcond, "synthesize": synthesize}
 for name, arguments in json.loads(sys.argv[1]):
     print("==", name, arguments, file=sys.stderr)
     print(run_command(MAINS[name].main, arguments))

@@ -107,13 +107,17 @@ def test_bytes_that_move_between_ranks() -> None:
     assert alone.features == 4 * four.features == 8 * 64 * (4 * 64 * 2 + 24)
 
 
+FOUR_LAYERS = ["drafter.num_hidden_layers=4", "batch.rows_per_forward=8", "loss={kl: 1.0, depth_weights: decay, gamma: 0.9}"]
+TOO_LOW = pytest.mark.xfail(strict=True, reason="the plan of the one-layer recipe says 1.21 GB, a run peaks at 1.62")
+
+
 @pytest.mark.long
-def test_a_run_of_the_cpu_recipe_peaks_where_the_plan_says(tmp_path: Path) -> None:
-    """Two steps of four layers at depth 11 in a process of its own; its largest resident set against `--dry-run`."""
+@pytest.mark.parametrize("changes", [pytest.param([], id="shipped", marks=TOO_LOW), pytest.param(FOUR_LAYERS, id="four-layers")])
+def test_a_run_of_the_cpu_recipe_peaks_where_the_plan_says(changes: list[str], tmp_path: Path) -> None:
+    """Two steps at depth 11 in a process of its own, features computed before; its largest resident set against `--dry-run`."""
     command = [sys.executable, str(ROOT / "train" / "eagle3_selfcond.py"), "--config", "recipes/smollm2-135m/train.yaml"]
     command += [f"output={tmp_path / 'run'}", f"features.directory={tmp_path / 'features'}", "data.max_conversations=120"]
-    command += ["drafter.num_hidden_layers=4", "batch.rows_per_forward=8", "loss={kl: 1.0, depth_weights: decay, gamma: 0.9}"]
-    command += ["data.heldout_conversations=20", "heldout.max_rows=4", "curriculum=[{steps: 2, depth: 11, anchors_per_row: 48}]"]
+    command += [*changes, "data.heldout_conversations=20", "heldout.max_rows=4", "curriculum=[{steps: 2, depth: 11, anchors_per_row: 48}]"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     for state in (tmp_path / "run").iterdir():  # again from the start, with the features there: their making is not the peak
         if state.name == "states":
