@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer.kernels import cpu_rows
+from infer.kernels.attend import Padded, additive_mask, as_bias, attend_padded, attend_rows, causal_mask, is_alike
 
 FEW_ROWS = 12  # up to this many the row kernels are faster than torch's attention on CPU
 
@@ -73,8 +74,9 @@ class PagedRequest:
 class PagedContext:
     """Attention of a batch over the pool. New keys are written first, then each request's rows read its own keys.
 
-    Where a request's blocks lie behind each other its keys are a view of the pool; else they are gathered. Requests of one
-    row count whose views are evenly spaced are computed in one call.
+    Where a request's blocks lie behind each other its keys are a view of the pool; else they are gathered (a shared prefix lies
+    elsewhere than what follows it), for all requests together where their lengths are alike. Requests of one row whose views are
+    evenly spaced are computed in one call.
     """
 
     pool: KvPool
@@ -103,11 +105,14 @@ class PagedContext:
         regular = self._regular()
         if regular is not None:
             return self._attend_together(query_RND, keys, values, scale, regular)[None]
+        if self._padded is not None:
+            return attend_padded(query_RND, keys, values, scale, self._padded)[None]
         pieces, start = [], 0
         for i, request in enumerate(self.requests):
             stop = start + request.num_rows
             read = self.reads[i]
-            pieces.append(attend_rows(query_RND[start:stop], keys[read], values[read], self._mask(i, query_RND), scale))
+            own = (side[read] if isinstance(read, slice) else side.index_select(0, read) for side in (keys, values))
+            pieces.append(attend_rows(query_RND[start:stop], *own, self._mask(i, query_RND), scale))
             start = stop
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[None]
 
@@ -162,6 +167,15 @@ class PagedContext:
             self.masks[key] = additive_mask(visible_QL, groups, query.dtype)
         return self.masks[key]
 
+    @cached_property
+    def _padded(self) -> Padded | None:
+        """All requests in one shape, where some are gathered anyway and that costs little padding; else None."""
+        if all(isinstance(read, slice) for read in self.reads):
+            return None
+        requests, device = self.requests, self.write_slots_R.device
+        shapes = [(request.num_rows, request.num_keys) for request in requests]
+        return Padded.of(shapes, self.reads, [r.mask_QL for r in requests], device) if is_alike(shapes) else None
+
     def _regular(self) -> tuple[int, int, int] | None:
         """`(first slot, slots between requests, longest)` where one strided view covers all requests, else None."""
         count = len(self.requests)
@@ -183,7 +197,7 @@ class PagedContext:
         if key not in self.masks:
             lengths_B = torch.tensor([r.num_keys for r in self.requests], device=keys.device)
             visible = torch.arange(longest, device=keys.device)[None] < lengths_B[:, None]
-            self.masks[key] = _as_bias(visible, query_RND.dtype)[:, None, None]
+            self.masks[key] = as_bias(visible, query_RND.dtype)[:, None, None]
         shape, strides = (rows, kv_heads, longest, head), (step * keys.stride(0), keys.stride(1), keys.stride(0), 1)
         key_BMLD, value_BMLD = (side[first:].as_strided(shape, strides) for side in (keys, values))
         query_BMGD = query_RND.reshape(rows, kv_heads, -1, head)
@@ -201,7 +215,7 @@ class DocumentContext:
         """See `AttentionContext.attend`; here the batch is B."""
         ids = self.document_ids_BT
         visible = (ids[:, :, None] == ids[:, None, :]).tril()[:, None]
-        bias = _as_bias(visible, query_1NRD.dtype)
+        bias = as_bias(visible, query_1NRD.dtype)
         out = F.scaled_dot_product_attention(query_1NRD, key_1MRD, value_1MRD, attn_mask=bias, scale=scale, enable_gqa=True)
         return out.transpose(1, 2)
 
@@ -211,33 +225,6 @@ def zeros_on_demand(shape: Sequence[int], like: Tensor) -> Tensor:
     if like.device.type != "cpu":
         return like.new_zeros(tuple(shape))
     return torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * like.element_size()), dtype=np.uint8)).view(like.dtype)
-
-
-def attend_rows(query_QND: Tensor, keys_LMD: Tensor, values_LMD: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Attention of Q rows over L keys, [Q, N, D]. `bias` [G*Q, L] is added to the scores (`additive_mask`), None shows all.
-
-    The G query heads that share a key head are laid out as G*Q rows of it, so that keys are never repeated.
-    """
-    rows, _, head = query_QND.shape
-    kv_heads = keys_LMD.shape[1]
-    query_MXD = query_QND.view(rows, kv_heads, -1, head).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head)
-    keys, values = keys_LMD.transpose(0, 1)[None], values_LMD.transpose(0, 1)[None]
-    out = F.scaled_dot_product_attention(query_MXD, keys, values, attn_mask=bias, scale=scale)
-    return out.view(kv_heads, -1, rows, head).permute(2, 0, 1, 3).reshape(rows, -1, head)
-
-
-def causal_mask(rows: int, keys: int, device: torch.device) -> Tensor:
-    """[rows, keys] bool: the rows are the last ones of `keys`, and each sees itself and what is before it."""
-    return torch.ones(rows, keys, dtype=torch.bool, device=device).tril(keys - rows)
-
-
-def additive_mask(visible_QL: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """The bias for `attend_rows`: 0 where visible, -inf elsewhere, repeated for the G heads of a group, [G*Q, L]."""
-    return _as_bias(visible_QL, dtype).repeat(groups, 1)
-
-
-def _as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
 def _reading(pool: KvPool, request: PagedRequest, device: torch.device) -> slice | Tensor:

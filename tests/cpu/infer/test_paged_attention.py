@@ -14,16 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infer.kernels.paged_attention import (
-    DocumentContext,
-    KvPool,
-    PagedContext,
-    PagedRequest,
-    additive_mask,
-    attend_in_context,
-    attend_rows,
-    causal_mask,
-)
+from infer.kernels.attend import additive_mask, attend_rows, causal_mask
+from infer.kernels.paged_attention import DocumentContext, KvPool, PagedContext, PagedRequest, attend_in_context
 
 N, M, D, BLOCK = 6, 2, 8, 4
 SCALE = D**-0.5
@@ -180,6 +172,40 @@ def test_what_is_not_regular_takes_the_loop(blocks: list[tuple[int, ...]], lengt
     context = sequences.context()
     assert context._regular() is None
     assert_same(sequences.attend(context), sequences.expected())
+
+
+SHARED = [(6, 0, 1), (6, 2, 3), (6, 4, 5), (7, 8, 9)]  # three of them begin with block 6, as behind a prefix hit
+
+
+@pytest.mark.parametrize(
+    ("lengths", "padded"),
+    [
+        ([(11, 3), (12, 3), (9, 3), (10, 3)], True),
+        ([(11, 1), (12, 3), (9, 2), (10, 3)], True),  # look-aheads of different lengths
+        ([(12, 12), (12, 1), (9, 1), (10, 1)], False),  # a prompt that is read beside answers
+        ([(12, 2), (6, 2), (6, 1), (1, 1)], False),  # one long text among short ones
+    ],
+    ids=["alike", "rows differ", "a prompt", "one long"],
+)
+def test_a_shared_prefix_is_gathered_for_all_requests_in_one_call(lengths: list[tuple[int, int]], padded: bool) -> None:
+    sequences = Sequences(SHARED, lengths, num_blocks=10)
+    for own in (sequences.keys, sequences.values):
+        own[0][:BLOCK] = own[1][:BLOCK] = own[2][:BLOCK]  # which the pool holds: it was written last
+    context = sequences.context()
+    assert (context._padded is not None) == padded
+    assert_same(sequences.attend(context), sequences.expected())
+
+
+def test_keys_that_are_views_are_not_copied() -> None:
+    assert Sequences([(0, 1), (2, 3)], [(6, 2), (7, 2)], num_blocks=4).context()._padded is None
+
+
+def test_a_tree_and_a_causal_request_in_one_call() -> None:
+    tree = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 1, 0, 0], [1, 1, 1, 1, 0, 1, 0], [1, 1, 0, 0, 1, 0, 1]]).bool()
+    sequences = Sequences([(5, 2), (0, 1)], [(7, 4), (6, 3)], num_blocks=6)
+    context = sequences.context([tree, None])
+    assert context._padded is not None
+    assert_same(sequences.attend(context), sequences.expected([tree, None]))
 
 
 @st.composite
