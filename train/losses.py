@@ -1,13 +1,12 @@
-"""Losses on the drafter's distribution, the supervision rule and their scale: pure functions of tensors.
+"""Losses on the drafter's distribution: pure functions of tensors.
 
-Shapes: B rows, T positions, A anchors of a row, P positions with a teacher, n supervised predictions, H hidden, Vd draft vocabulary.
+Shapes: P positions with a teacher, n supervised predictions, H hidden, Vd draft vocabulary.
 Teacher probabilities are exp(logit - log-normaliser over the FULL vocabulary): over the draft vocabulary they sum to less than one.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -117,11 +116,21 @@ def head_losses(
     gradient, in chunks: no [n, Vd] tensor outlives its chunk, since the gradient with respect to hidden and head is taken in
     closed form in the same pass.
     """
-    return HeadLosses(*_HeadLosses.apply(hidden_nH, head_VH, teacher, rows_n, base_n, bonus_n, mix))
+    n = len(hidden_nH)
+    hidden, rows, base = (pad_rows(tensor) for tensor in (hidden_nH, rows_n, base_n))
+    bonus = None if bonus_n is None else pad_rows(bonus_n)
+    loss, figures = _HeadLosses.apply(hidden, head_VH, teacher, rows, base, bonus, mix)
+    return HeadLosses(loss, figures[:n])
+
+
+def pad_rows(tensor: Tensor) -> Tensor:
+    """Zeros behind the rows, to a multiple of `PADDED`."""
+    return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, -len(tensor) % PADDED))
 
 
 CHUNK = 128  # 128 x 8192 logits in fp32 are 4 MB: the passes over them stay in the cache
 ROWS = 1024  # where a row stays in the cache by itself; fewer would add to the head's gradient more often
+PADDED = 128  # rows of a product come in multiples: oneDNN compiles each number of rows anew, as long as it computes, and keeps MBs of it
 TINY = 1e-37  # fp32 holds it: logits up to 85 apart are exact
 
 
@@ -255,59 +264,14 @@ def teacher_probabilities(last_hidden_PH: Tensor, head_VH: Tensor, log_normalise
 
     fp16 holds numbers in [0, 1] with eight times the precision of bf16. Shared by all depths, which only shift it.
     """
-    result = torch.empty(len(last_hidden_PH), len(head_VH), dtype=torch.float16, device=last_hidden_PH.device)
-    at_once = ROWS if last_hidden_PH.device.type == "cpu" else CHUNK
-    for start in range(0, len(last_hidden_PH), at_once):
+    hidden, log_normaliser = pad_rows(last_hidden_PH), pad_rows(log_normaliser_P)
+    result = torch.empty(len(hidden), len(head_VH), dtype=torch.float16, device=hidden.device)
+    at_once = ROWS if hidden.device.type == "cpu" else CHUNK
+    for start in range(0, len(hidden), at_once):
         part = slice(start, start + at_once)
-        logits = F.linear(last_hidden_PH[part], head_VH.to(last_hidden_PH.dtype))
+        logits = F.linear(hidden[part], head_VH.to(hidden.dtype))
         if cpu_loss.available(logits, result):
-            result[part] = cpu_loss.probabilities(logits, log_normaliser_P[part].float().contiguous())
+            result[part] = cpu_loss.probabilities(logits, log_normaliser[part].float().contiguous())
         else:
-            result[part] = (logits.float() - log_normaliser_P[part, None]).exp()
-    return result
-
-
-def supervised(document_ids_BT: Tensor, turn_ids_BT: Tensor, anchors_BA: Tensor, depth: int | Tensor) -> Tensor:
-    """bool [B, A]: is the prediction of token p+2+depth from anchor p trained? (`training.md` §2) `depth` may differ by anchor.
-
-    The predicted token carries the loss mask (turn >= 1), the turn has begun at or before p+1, and p, p+1 and the predicted
-    token lie in one document. Turns are contiguous, so the turn of p+1 has to be the turn of the predicted token.
-    Turn ids 0 0 1 1 1 0: anchor 1 is trained at depths 0 and 1 (tokens 3 and 4), anchor 0 never: at p+1 = 1 no turn has begun.
-    """
-    length = turn_ids_BT.shape[1]
-    predicted = anchors_BA + 2 + depth
-    inside = predicted < length
-
-    def at(ids_BT: Tensor, places_BA: Tensor) -> Tensor:
-        return ids_BT.gather(1, places_BA.clamp(max=length - 1))
-
-    turn, document = at(turn_ids_BT, predicted), at(document_ids_BT, predicted)
-    same_turn = (turn > 0) & (turn == at(turn_ids_BT, anchors_BA + 1))
-    same_document = (document == at(document_ids_BT, anchors_BA + 1)) & (document == at(document_ids_BT, anchors_BA))
-    return inside & same_turn & same_document
-
-
-def loss_scales(weights: Sequence[float], all_d: Sequence[float], sampled_d: Sequence[float]) -> list[float]:
-    """What multiplies each depth's loss SUM: weight_d / (all supervised (p, d)), times all_d / sampled_d.
-
-    `all_d` counts the supervised anchors of each depth over all ranks and accumulation steps, `sampled_d` those really
-    unrolled: a sample of anchors stands for all of them. So the gradient depends neither on padding nor on micro-batching nor
-    on the world size.
-    """
-    total = sum(all_d)
-    return [
-        weight * every / (sampled * total) if sampled else 0.0 for weight, every, sampled in zip(weights, all_d, sampled_d, strict=True)
-    ]
-
-
-def pooled_scales(weights: Sequence[float], tilt: Sequence[float], all_d: Sequence[float], sampled_d: Sequence[float]) -> list[float]:
-    """`loss_scales` where depths >= 1 are sampled as often as serving visits them: together they weigh what they weigh there.
-
-    Among themselves they stand as sampled, each prediction times tilt_d. Depth 0 runs everywhere and stands for itself.
-    Weights 1, 10 of depth 0 and 6 each of depths 1 and 2, sampled 10, 3, 1: 1/22, then 12/22 over 4 predictions: 3/22 each.
-    """
-    total = sum(all_d)
-    first = weights[0] * all_d[0] / (sampled_d[0] * total) if sampled_d[0] else 0.0
-    deep = sum(weight * every for weight, every in zip(weights[1:], all_d[1:], strict=True))
-    sampled = sum(t * number for t, number in zip(tilt[1:], sampled_d[1:], strict=True))
-    return [first, *(t * deep / (sampled * total) if sampled else 0.0 for t in tilt[1:])]
+            result[part] = (logits.float() - log_normaliser[part, None]).exp()
+    return result[: len(last_hidden_PH)]

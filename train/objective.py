@@ -16,7 +16,8 @@ from drafters.eagle3_ssd.align import EMBED_AHEAD
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from train.config import LossSettings
 from train.features import Features
-from train.losses import Figures, Mix, Teacher, head_losses, supervised, teacher_probabilities
+from train.losses import Figures, Mix, Teacher, head_losses, teacher_probabilities
+from train.supervision import supervised
 from train.unroll import Rows, deeper_steps, first_step, glue_replay, stale_features
 from train.visits import Visits
 
@@ -135,7 +136,7 @@ def count(features: Features, anchors: Anchors, depth: int) -> Counts:
 
 
 class Scales(NamedTuple):
-    """What multiplies the loss sums of depths 0..depth (`losses.loss_scales`)."""
+    """What multiplies the loss sums of depths 0..depth (`supervision.loss_scales`)."""
 
     base: Sequence[float]
     bonus: Sequence[float]

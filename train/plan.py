@@ -153,7 +153,7 @@ def replayed(forward: Forward, lookahead: int, refresh: int, depth: int) -> Forw
 
 
 def predictions(turns: Sequence[int], depth: int) -> int:
-    """How many predictions of step `depth` turns of these many tokens supervise: `losses.supervised`, counted.
+    """How many predictions of step `depth` turns of these many tokens supervise: `supervision.supervised`, counted.
 
     A turn of 4 tokens has anchors whose next token lies in it or just before it: 3 at depth 0, 2 at depth 1, 1 at depth 2.
     """

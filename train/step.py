@@ -12,13 +12,13 @@ from torch import Tensor
 
 from train.config import LossSettings, Stage, TrainSettings
 from train.features import Features
-from train.losses import loss_scales, pooled_scales
 from train.objective import Anchors, Counts, Scales, choose_anchors, count, step_counts, step_values
 from train.plan import Forward, Replayed
 from train.prepare import Prepared
 from train.run import Run
 from train.schedule import learning_rate, rows_of_step, step_seed
 from train.state import Progress
+from train.supervision import loss_scales, pooled_scales
 from train.visits import DepthWeights, Tally, depth_weights, remember, serving_visits
 
 

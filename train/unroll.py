@@ -63,7 +63,7 @@ def unroll(
     `features` are the fused target features, [B, T, H]. With a refresh window w, step d sees the step-0 keys of slots
     <= p + max(0, d - w) and its own keys of the last w steps only; None is an infinite window, the plain unroll.
     `recompute` trades time for memory: each step's activations are computed again in the backward pass.
-    Outputs of steps that would leave the row are meaningless; `losses.supervised` leaves them out.
+    Outputs of steps that would leave the row are meaningless; `supervision.supervised` leaves them out.
     """
     first = first_step(drafter, rows, features_BTH, recompute)
     yield first.hidden

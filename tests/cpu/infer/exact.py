@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
     partings: dict[int, float | None]
 
 
-def prompts_of(target: Target, count: int, files: Sequence[str | Path] = PROMPTS, longest: int = 300) -> list[list[int]]:
+def prompts_of(target: Target, count: int, files: Sequence[str | Path] = PROMPTS, longest: int = 400) -> list[list[int]]:
     """That many prompts of the files (those that ship with the project), an even mix."""
     rendered = [render_prompt(prompt.messages, target.tokenizer) for prompt in read_prompts(files)]
     return [ids for ids in rendered if len(ids) <= longest][:count]

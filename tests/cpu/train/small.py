@@ -97,3 +97,16 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(part, Tensor):
                 self.numbers = max(self.numbers, part.numel())
         return result
+
+
+class ProductRows(TorchDispatchMode):
+    """Notes how many rows the products have whose left side is a batch of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.rows.append(max(args[0].shape))
+        return func(*args, **(kwargs or {}))

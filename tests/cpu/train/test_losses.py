@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.cpu.train.small import LargestTensor
+from tests.cpu.train.small import LargestTensor, ProductRows
 from train.losses import (
     CHUNK,
+    PADDED,
     ROWS,
     Figures,
     Mix,
@@ -24,11 +25,9 @@ from train.losses import (
     bonus_sampled,
     head_losses,
     kl,
-    loss_scales,
-    pooled_scales,
-    supervised,
     teacher_probabilities,
 )
+from train.supervision import loss_scales, pooled_scales, supervised
 
 
 def test_losses_by_hand() -> None:
@@ -200,6 +199,19 @@ def test_no_tensor_of_all_predictions_times_the_vocabulary_is_ever_made(temperat
         losses = head_losses(hidden, head, teacher, torch.zeros(number, dtype=torch.int64), ones, ones, Mix(1.0, 1.0, temperature))
         losses.loss.backward()
     assert largest.numbers == max(at_once * vocab, number * len(Figures._fields)) < number * vocab / 8
+
+
+@pytest.mark.parametrize("mix", [Mix(1.0, 1.0), Mix(1.0, 0.0, 1)])
+def test_products_come_in_a_few_shapes_however_many_predictions_there_are(mix: Mix) -> None:
+    """Each new number of rows would be compiled, and what was compiled kept: memory would grow step by step."""
+    for number in (1, 77, PADDED, PADDED + 1, ROWS + 13):
+        c = case(number, 1.0)
+        with ProductRows() as products:
+            losses = head_losses(c.hidden, c.head, c.teacher, c.rows, c.base, c.bonus, mix)
+            losses.loss.backward()
+            probs = teacher_probabilities(torch.randn(number, 4), torch.randn(8, 4), torch.zeros(number))
+        assert products.rows and all(rows % PADDED == 0 for rows in products.rows), (number, products.rows)
+        assert len(losses.figures_nC) == len(probs) == number
 
 
 def test_teacher_keeps_the_mass_it_has() -> None:

@@ -13,9 +13,10 @@ from tests.cpu.train import small
 from tests.cpu.train.small import DRAFT_VOCAB, HIDDEN, TWO_ROWS, VOCAB, small_drafter
 from train.config import LossSettings, Stage
 from train.features import Features
-from train.losses import Figures, acceptance, bonus_greedy, kl, loss_scales, supervised, teacher_probabilities
+from train.losses import Figures, acceptance, bonus_greedy, kl, teacher_probabilities
 from train.objective import Anchors, Counts, Objective, Rounds, Scales, choose_anchors, count, step_values
 from train.step import scales_of
+from train.supervision import loss_scales, supervised
 from train.unroll import Rows, first_step, glue_replay, stale_features, unroll
 from train.visits import Rates, depth_weights, visits
 
