@@ -17,7 +17,7 @@ from train.plan import Forward, parameters
 
 LOGITS = 256e6  # of the head's losses at a time, at most, on a GPU (`train.fused_loss`)
 LOSS_ROWS = 1024  # on a CPU (`train.losses`)
-HOST = 600e6  # Python, torch, transformers, numba and what it compiled, in the memory of a CPU process
+HOST = 700e6  # Python, torch, transformers, numba and what it compiled, in the memory of a CPU process
 CONTEXT = 600e6  # CUDA's context and libraries on a GPU
 SLACK = 1.2  # what an allocator takes for what comes and goes
 

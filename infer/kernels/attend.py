@@ -29,7 +29,7 @@ def attend_rows(query_QND: Tensor, keys_LMD: Tensor, values_LMD: Tensor, bias: T
     return out.view(kv_heads, -1, rows, head).permute(2, 0, 1, 3).reshape(rows, -1, head)
 
 
-def is_alike(shapes: Sequence[tuple[int, int]]) -> bool:
+def are_alike(shapes: Sequence[tuple[int, int]]) -> bool:
     """Whether requests of these numbers of rows and keys are computed faster in one call than one by one."""
     rows, keys = zip(*shapes, strict=True)
     return len(shapes) > 1 and len(shapes) * max(rows) * max(keys) <= MOST_PADDING * sum(r * k for r, k in shapes)
@@ -65,7 +65,7 @@ class Padded(NamedTuple):
         starts_B = rows_B.cumsum(0) - rows_B
         rows_BQ = starts_B[:, None] + torch.minimum(place_Q, rows_B[:, None] - 1)
         places_R = (place_Q < rows_B[:, None]).flatten().nonzero()[:, 0]
-        return Padded(*(t.to(device) for t in (slots_BL, visible_BQL, rows_BQ, places_R)), {})
+        return Padded(slots_BL.to(device), visible_BQL.to(device), rows_BQ.to(device), places_R.to(device), {})
 
     def bias(self, groups: int, dtype: torch.dtype) -> Tensor:
         """[B, 1, G * Q, L]; made once for all layers."""
@@ -79,11 +79,11 @@ def attend_padded(query_RND: Tensor, keys: Tensor, values: Tensor, scale: float,
     (count, rows), longest = batch.rows_BQ.shape, batch.slots_BL.shape[1]
     kv_heads, head = keys.shape[1:]
     slots = batch.slots_BL.flatten()
-    own = (side.index_select(0, slots).view(count, longest, kv_heads, head).transpose(1, 2) for side in (keys, values))
+    key_BMLD, value_BMLD = (side.index_select(0, slots).view(count, longest, kv_heads, head).transpose(1, 2) for side in (keys, values))
     query_BQMGD = query_RND.index_select(0, batch.rows_BQ.flatten()).view(count, rows, kv_heads, -1, head)
     query_BMXD = query_BQMGD.permute(0, 2, 3, 1, 4).reshape(count, kv_heads, -1, head)
     bias = batch.bias(query_BMXD.shape[2] // rows, query_RND.dtype)
-    out = F.scaled_dot_product_attention(query_BMXD, *own, attn_mask=bias, scale=scale)
+    out = F.scaled_dot_product_attention(query_BMXD, key_BMLD, value_BMLD, attn_mask=bias, scale=scale)
     out_XND = out.view(count, kv_heads, -1, rows, head).permute(0, 3, 1, 2, 4).reshape(count * rows, -1, head)
     return out_XND.index_select(0, batch.places_R)
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer.kernels import cpu_rows
-from infer.kernels.attend import Padded, additive_mask, as_bias, attend_padded, attend_rows, causal_mask, is_alike
+from infer.kernels.attend import Padded, additive_mask, are_alike, as_bias, attend_padded, attend_rows, causal_mask
 
 FEW_ROWS = 12  # up to this many the row kernels are faster than torch's attention on CPU
 
@@ -111,8 +111,8 @@ class PagedContext:
         for i, request in enumerate(self.requests):
             stop = start + request.num_rows
             read = self.reads[i]
-            own = (side[read] if isinstance(read, slice) else side.index_select(0, read) for side in (keys, values))
-            pieces.append(attend_rows(query_RND[start:stop], *own, self._mask(i, query_RND), scale))
+            own_keys, own_values = (side[read] if isinstance(read, slice) else side.index_select(0, read) for side in (keys, values))
+            pieces.append(attend_rows(query_RND[start:stop], own_keys, own_values, self._mask(i, query_RND), scale))
             start = stop
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[None]
 
@@ -174,7 +174,7 @@ class PagedContext:
             return None
         requests, device = self.requests, self.write_slots_R.device
         shapes = [(request.num_rows, request.num_keys) for request in requests]
-        return Padded.of(shapes, self.reads, [r.mask_QL for r in requests], device) if is_alike(shapes) else None
+        return Padded.of(shapes, self.reads, [r.mask_QL for r in requests], device) if are_alike(shapes) else None
 
     def _regular(self) -> tuple[int, int, int] | None:
         """`(first slot, slots between requests, longest)` where one strided view covers all requests, else None."""
