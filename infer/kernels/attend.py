@@ -99,4 +99,5 @@ def additive_mask(visible_QL: Tensor, groups: int, dtype: torch.dtype) -> Tensor
 
 
 def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where visible, -inf elsewhere."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
