@@ -55,15 +55,15 @@ class Padded(NamedTuple):
         rows_B, keys_B = torch.tensor(shapes).unbind(1)
         most_rows, most_keys = int(rows_B.max()), int(keys_B.max())
         place_Q, key_L = torch.arange(most_rows), torch.arange(most_keys)
-        last_BQ = (keys_B - rows_B)[:, None] + torch.minimum(place_Q, rows_B[:, None] - 1)
-        visible_BQL = key_L <= last_BQ[:, :, None]
+        row_BQ = torch.minimum(place_Q, rows_B[:, None] - 1)  # among the request's own
+        visible_BQL = key_L <= ((keys_B - rows_B)[:, None] + row_BQ)[:, :, None]
         slots_BL = torch.zeros(len(shapes), most_keys, dtype=torch.int64)
         for i, ((rows, keys), read, mask_QL) in enumerate(zip(shapes, reads, masks, strict=True)):
             slots_BL[i, :keys] = torch.arange(read.start, read.stop) if isinstance(read, slice) else read
             if mask_QL is not None:
                 visible_BQL[i, :rows, :keys] = mask_QL
         starts_B = rows_B.cumsum(0) - rows_B
-        rows_BQ = starts_B[:, None] + torch.minimum(place_Q, rows_B[:, None] - 1)
+        rows_BQ = starts_B[:, None] + row_BQ
         places_R = (place_Q < rows_B[:, None]).flatten().nonzero()[:, 0]
         return Padded(slots_BL.to(device), visible_BQL.to(device), rows_BQ.to(device), places_R.to(device), {})
 

@@ -68,7 +68,7 @@ def replayed(features: Features, keys: Sequence[str] = ("a", "b")) -> Anchors:
     return choose_anchors(features, None, keys, SERVING)
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> None:
+def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
     assert len(a) == len(b) > 10
     for x, y in zip(a, b, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-3, atol=3e-5)
@@ -110,7 +110,7 @@ def test_gradient_does_not_depend_on_padding(replay: bool) -> None:
     short = packed(LONG_ROWS, 20)
     more = 9
     longer = Features(*(torch.cat((x, torch.zeros(2, more, *x.shape[2:], dtype=x.dtype)), dim=1) for x in short))
-    same(*(gradient(model, [(features, anchors(features))], depth=7) for features in (short, longer)))
+    assert_same(*(gradient(model, [(features, anchors(features))], depth=7) for features in (short, longer)))
 
 
 @pytest.mark.parametrize("replay", [False, True])
@@ -118,7 +118,9 @@ def test_gradient_does_not_depend_on_micro_batching(replay: bool) -> None:
     model, features = objective(), packed(LONG_ROWS, 20)
     parts = [rows(features, [row]) for row in (1, 0)]
     alone = [(part, replayed(part, key) if replay else all_anchors(part)) for part, key in zip(parts, "ba", strict=True)]
-    same(gradient(model, [(features, replayed(features) if replay else all_anchors(features))], depth=7), gradient(model, alone, depth=7))
+    assert_same(
+        gradient(model, [(features, replayed(features) if replay else all_anchors(features))], depth=7), gradient(model, alone, depth=7)
+    )
 
 
 def test_rounds_are_drawn_as_often_as_serving_visits_them() -> None:
@@ -211,7 +213,7 @@ def test_sampled_anchors_are_unbiased() -> None:
 
     whole = grads(full, 1.0)
     each = [grads(Anchors(full.places[:, i : i + 1], full.valid[:, i : i + 1]), depth_one) for i in range(depth_one)]
-    same(whole, [torch.stack(parts).mean(0) for parts in zip(*each, strict=True)])
+    assert_same(whole, [torch.stack(parts).mean(0) for parts in zip(*each, strict=True)])
 
 
 def test_anchors_are_drawn_by_row_not_by_batch() -> None:
