@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +35,16 @@ from tests.tiny import save_tiny_target
 Response = tuple[int, dict[str, str], Any]
 
 
+class QuietServer(ThreadingHTTPServer):
+    """Says nothing of clients that left before their answer came: a run that ends early leaves requests behind."""
+
+    daemon_threads = False  # closing waits for them, so none writes into a later test
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class FakeServer:
     """Echoes the last message. `faults` maps a question to the answers that come before the echo."""
 
@@ -44,7 +57,7 @@ class FakeServer:
         self.reply: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: {"content": f"echo {body['messages'][-1]['content']}"}
         self.finish, self.delay = "stop", 0.0
         self.lock = threading.Lock()
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.http = QuietServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
@@ -187,6 +200,19 @@ def test_a_server_that_goes_away_ends_the_run_and_the_next_one_goes_on(
     assert asked == 5 + 4
     assert run(target, tmp_path, server.url, *options) == 0
     assert [body["messages"][-1]["content"] for body in server.bodies[asked:]] == ["q2.1", "q3.0", "q3.1"] and len(rows(tmp_path)) == 4
+
+
+def test_a_client_that_leaves_is_no_error_of_the_server(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.delay, server.reply = 0.2, lambda body: {"content": 10_000_000 * "x"}
+    with socket.create_connection(("127.0.0.1", server.http.server_port)) as client:
+        body = json.dumps({"messages": [{"role": "user", "content": "q"}]}).encode()
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        while not server.busy:
+            time.sleep(0.01)
+    server.http.shutdown()
+    server.http.server_close()
+    assert server.bodies and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
