@@ -16,6 +16,7 @@ except ModuleNotFoundError:
     sys.exit("error: the project is not installed in this Python: run `make env` and use .venv/bin/accelerate, or `pip install -e .`")
 
 from drafters.settings import load_settings
+from train import malloc
 from train.config import TrainSettings
 from train.gpus import gpu_named
 from train.memory import spread_of
@@ -103,4 +104,5 @@ def check_launch() -> None:
 
 
 if __name__ == "__main__":
+    malloc.set_up()
     sys.exit(run_command(main))

@@ -25,6 +25,7 @@ from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.errors import CommandParser, UserError, run_command
 from drafters.settings import load_settings
 from drafters.targets import DTYPES
+from train import malloc
 from train.config import LossSettings, Stage, TrainSettings
 from train.dry_run import packed_rows
 from train.features import Features
@@ -86,6 +87,7 @@ def measure(settings: TrainSettings, recipe: Path, stage: Stage, steps: int) -> 
     rows = packed_rows(settings, target).rows
     torch.manual_seed(0)
     objective = random_objective(config, settings.loss, dtype).to(device)
+    objective.weights_are_whole = True
     optimizer = make_optimizer(settings, objective)
     seconds, parts = [], []
     for step in range(steps + 1):
@@ -142,4 +144,5 @@ def _row(part: Product, seconds: float) -> list[str]:
 
 
 if __name__ == "__main__":
+    malloc.set_up()
     sys.exit(run_command(main))

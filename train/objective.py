@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from train.losses import Figures, Mix, Teacher, head_losses, teacher_probabiliti
 from train.supervision import supervised
 from train.unroll import Rows, deeper_steps, first_step, glue_replay, stale_features
 from train.visits import Visits
+from train.weight_gradients import gathered_over_calls
 
 
 class Rounds(NamedTuple):
@@ -150,6 +152,7 @@ class Objective(nn.Module):
     ) -> None:
         super().__init__()
         self.drafter, self.settings, self.dtype = drafter, settings, dtype
+        self.weights_are_whole = False  # set where no wrapper takes them apart: then gradients of steps are gathered on CPUs
         self.mix = Mix(settings.kl, settings.acceptance, settings.bonus_temperature, settings.serving.fan_out)
         self.register_buffer("target_head", target_head_VH, persistent=False)
         self.register_buffer("draft_to_target", draft_to_target_V, persistent=False)
@@ -163,7 +166,7 @@ class Objective(nn.Module):
         teacher_row = needed.flatten().cumsum(0).view_as(needed) - 1
         device = features.token_ids.device
         base_D, bonus_D = (torch.tensor(each, device=device) for each in scales)
-        with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
+        with self._gathering(device), torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
             hidden, depths, forks, rows = [], [], [], []
             for output, part in zip(self.outputs(features, anchors, depth), outlines(features, anchors, depth), strict=True):
                 row, slot = part.supervised.nonzero(as_tuple=True)
@@ -178,6 +181,10 @@ class Objective(nn.Module):
             losses = head_losses(normed, self.drafter.lm_head.weight, teacher, row, base_D[at], bonus, self.mix)
         sums = torch.zeros(depth + 1, len(Figures._fields), device=device)
         return losses.loss, sums.index_add(0, at, losses.figures_nC)
+
+    def _gathering(self, device: torch.device) -> AbstractContextManager[None]:
+        gathers = self.weights_are_whole and device.type == "cpu" and not self.settings.recompute
+        return gathered_over_calls(self.drafter) if gathers else nullcontext()
 
     def outputs(self, features: Features, anchors: Anchors, depth: int) -> Iterator[Tensor]:
         """The drafter's pre-norm outputs [B, S, H], in the order of `outlines`."""

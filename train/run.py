@@ -66,6 +66,7 @@ def make_optimizer(settings: TrainSettings, objective: Objective) -> torch.optim
 
 def spread_over(accelerator: Accelerator, objective: Objective, settings: TrainSettings) -> Spread:
     """The objective and its optimizer in the way that accelerate was configured for."""
+    objective.weights_are_whole = accelerator.distributed_type not in (DistributedType.DEEPSPEED, DistributedType.FSDP)
     optimizer, clip_norm = make_optimizer(settings, objective), settings.optimizer.clip_norm
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return Replicated(accelerator, objective, optimizer, clip_norm)

@@ -1,8 +1,8 @@
 """The experiment's table and plots, from the drafters' cards and the engine's results.
 
 `python recipes/smollm2-135m/experiments/figures.py` reads runs/experiments/NAME/final-eagle3/drafter_card.json and the results.json in
-runs/engine/NAME and runs/engine/layers (README.md beside this file has the commands that write them); prints the table in Markdown
-and writes plots/depth.png and plots/layers.png.
+runs/engine/NAME and runs/engine/layers (README.md beside this file has the commands that write them); prints the table in Markdown, the
+differences from A with intervals over the prompts that both answered, and writes plots/depth.png and plots/layers.png.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -24,7 +25,7 @@ LAYERS = {"F-1": 1, "F-2": 2, "E-acceptance": 4, "F-6": 6}
 
 def row(name: str, results: dict[str, Any]) -> str:
     """One line of the table. SSD's budgets stand in the order 6, 12, 24."""
-    runs = {run["label"]: run for run in results["runs"]}
+    runs = _runs(results)
     served = [runs[label] for label in ("ssd budget=6", "ssd", "ssd budget=24")]
     kept = [run["retention"]["value"] for run in served]
     columns = [f"{runs['sd']['tokens_per_round']:.2f}"]
@@ -33,6 +34,36 @@ def row(name: str, results: dict[str, Any]) -> str:
     held = read_card(EXPERIMENTS / name / "final-eagle3").heldout if (EXPERIMENTS / name).exists() else None
     columns += [f"{held['tau_fresh']:.2f}", " ".join(f"{held['accuracy'][depth]:.2f}" for depth in (0, 1, 3, 5, 10))] if held else ["", ""]
     return f"| {name} | " + " | ".join(columns) + " |"
+
+
+def difference(results: dict[str, Any], base: dict[str, Any], label: str, over: str, under: str) -> str:
+    """Of the ratio of two sums over prompts, with its 95 % interval: prompts are drawn again as pairs."""
+    found, by_id = [], [{answer["id"]: answer for answer in _runs(side)[label]["outputs"]} for side in (results, base)]
+    assert by_id[0].keys() == by_id[1].keys(), "the two have not answered the same prompts"
+    drawn = np.random.default_rng(0).integers(len(by_id[0]), size=(2000, len(by_id[0])))
+    for answers in by_id:
+        above, below = (np.array([_count(answers[name], what) for name in by_id[0]]) for what in (over, under))
+        found.append((above.sum() / below.sum(), above[drawn].sum(1) / below[drawn].sum(1)))
+    (value, again), (base_value, base_again) = found
+    low, high = np.percentile(again - base_again, [2.5, 97.5])
+    return f"{value - base_value:+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def _runs(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {run["label"]: run for run in results["runs"]}
+
+
+def _count(answer: dict[str, Any], what: str) -> int:
+    return len(answer["token_ids"]) - 1 if what == "tokens" else answer[what]  # the first token is the prompt's, no round gave it
+
+
+def differences(everything: dict[str, dict[str, Any]], base: str) -> None:
+    """Print a table of the paired differences from `base`."""
+    print(f"\n| less {base} | tau fresh | tau in SSD, budget 12 | hit rate, budget 12 |\n|---|---|---|---|")
+    for name, results in everything.items():
+        if name != base:
+            ratios = ("sd", "tokens", "rounds"), ("ssd", "tokens", "rounds"), ("ssd", "hits", "looked_up")
+            print(f"| {name} | " + " | ".join(difference(results, everything[base], *ratio) for ratio in ratios) + " |")
 
 
 def plot_depth() -> None:
@@ -51,7 +82,7 @@ def plot_depth() -> None:
 
 def plot_layers() -> None:
     """Tokens per second against decoder layers, SD and SSD, with bootstrap intervals."""
-    runs = {run["label"]: run for run in json.loads((ENGINE / "layers" / "results.json").read_text(encoding="utf-8"))["runs"]}
+    runs = _runs(json.loads((ENGINE / "layers" / "results.json").read_text(encoding="utf-8")))
     figure, axes = pyplot.subplots(figsize=(6.4, 4.0))
     for mode, color in (("sd", "#8a8f98"), ("ssd", "#d9541e")):
         found = [
@@ -74,9 +105,12 @@ def main() -> None:
     PLOTS.mkdir(exist_ok=True)
     titles = ["variant", "tau fresh", "tau in SSD", "hit rate", "retention", "held-out tau fresh", "held-out top-1 at depth 0 1 3 5 10"]
     print("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|")
-    for path in sorted(ENGINE.glob("*/results.json")):
-        if path.parent.name != "layers":
-            print(row(path.parent.name, json.loads(path.read_text(encoding="utf-8"))))
+    paths = [path for path in sorted(ENGINE.glob("*/results.json")) if path.parent.name != "layers"]
+    everything = {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    for name, results in everything.items():
+        print(row(name, results))
+    if "A" in everything:
+        differences(everything, "A")
     plot_depth()
     plot_layers()
 
