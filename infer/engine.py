@@ -6,6 +6,7 @@ schedule -> collect the speculations -> target.forward -> verify -> commit -> Ou
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -48,9 +49,18 @@ class Part(NamedTuple):
 class Engine:
     """Runs requests in one mode. One thread drives it; `infer.launch.launch` builds it."""
 
-    def __init__(self, settings: EngineSettings, mode: Mode, runner: TargetRunner, drafting: Drafting, memory: str = "") -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        mode: Mode,
+        runner: TargetRunner,
+        drafting: Drafting,
+        memory: str = "",
+        trained_length: int | None = None,
+    ) -> None:
         self.settings, self.mode, self.runner, self.drafting = settings, mode, runner, drafting
         self.memory = memory  # the sizes of the pools, in words
+        self._unwarned_length = trained_length  # of the texts that the drafter knows; None once the user has been told
         lookahead = 0 if mode is Mode.AR else settings.lookahead
         self.scheduler = Scheduler(runner.blocks, settings.batch_size, lookahead, settings.prefill_tokens, settings.prefix_cache)
         self.grammars = Grammars(partial(Vocabulary.of, runner.target))
@@ -98,8 +108,16 @@ class Engine:
         if self.scheduler.knows(name):
             raise UserError(f"request id {name!r} is already in use; give each request its own")
         most = min(len(prompt_ids) + params.max_new_tokens, limit)
+        self._warn_beyond(most)
         self.scheduler.submit(new_request(name, prompt_ids, params, most, self.target, self.grammars))
         return name
+
+    def _warn_beyond(self, length: int) -> None:
+        trained = self._unwarned_length
+        if trained is not None and length > trained:
+            about = f"{self.settings.drafter} was trained on texts of at most {trained} tokens, a request may reach {length}"
+            print(f"warning: drafter {about}: expect lower acceptance beyond", file=sys.stderr)
+            self._unwarned_length = None
 
     def cancel(self, request_id: str) -> None:
         """End a request between two steps. Its last output, with reason "cancel", comes from the next step."""

@@ -57,7 +57,7 @@ def launch(settings: EngineSettings, mode: Mode, target: Target | None = None, i
     except PeerGone as error:
         drafting.close()
         raise UserError(f"{error}; its message stands above") from error
-    return Engine(settings, mode, runner, drafting, pools.report)
+    return Engine(settings, mode, runner, drafting, pools.report, loaded.card.trained_length)
 
 
 def _warm(runner: TargetRunner) -> TargetRunner:
@@ -74,9 +74,6 @@ def _load_drafter(settings: EngineSettings, target: Target) -> LoadedDrafter:
         f"drafter {settings.drafter} was trained with other chat template options (template.{difference}): expect lower acceptance"
         for difference in differences(loaded.card.template_options, settings.template.recorded())
     ]
-    if settings.max_model_len > (trained := loaded.card.trained_length):
-        beyond = f"expect lower acceptance beyond (max_model_len = {settings.max_model_len})"
-        warnings.append(f"drafter {settings.drafter} was trained on texts of at most {trained} tokens: {beyond}")
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return loaded
