@@ -87,7 +87,6 @@ def measure(settings: TrainSettings, recipe: Path, stage: Stage, steps: int) -> 
     rows = packed_rows(settings, target).rows
     torch.manual_seed(0)
     objective = random_objective(config, settings.loss, dtype).to(device)
-    objective.weights_are_whole = True
     optimizer = make_optimizer(settings, objective)
     seconds, parts = [], []
     for step in range(steps + 1):
@@ -121,7 +120,9 @@ def random_objective(config: DrafterConfig, loss: LossSettings, dtype: torch.dty
     drafter = Eagle3Drafter(config)
     drafter.embed_tokens.weight.data.normal_()
     head = torch.randn(config.draft_vocab_size, config.target_hidden_size).to(dtype)
-    return Objective(drafter, head, torch.arange(config.draft_vocab_size), loss, dtype)
+    objective = Objective(drafter, head, torch.arange(config.draft_vocab_size), loss, dtype)
+    objective.weights_are_whole = True
+    return objective
 
 
 def random_features(rows: Sequence[PackedRow], config: DrafterConfig, dtype: torch.dtype, device: torch.device) -> Features:

@@ -123,6 +123,19 @@ def test_gradient_does_not_depend_on_micro_batching(replay: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("replay", [False, True])
+def test_gradient_gathered_over_steps_is_the_same_with_fewer_products(replay: bool) -> None:
+    model, features = objective(), packed(LONG_ROWS, 20)
+    batch = (features, replayed(features) if replay else all_anchors(features))
+    found = []
+    for model.weights_are_whole in (False, True):
+        with small.ProductRows() as products:
+            found.append((gradient(model, [batch], depth=7), len(products.rows)))
+    (plain, many), (gathered, fewer) = found
+    assert_same(gathered, plain)
+    assert fewer < 0.9 * many
+
+
 def test_rounds_are_drawn_as_often_as_serving_visits_them() -> None:
     turns = [0, *[1] * 1999]
     features = small.packed([[(2000, turns)]], 2000)
