@@ -27,13 +27,15 @@ def gathered_over_calls(module: nn.Module) -> Iterator[None]:
     For weights that are whole in this process: an exchange that waits for one layer's gradient gets it at the end of the backward pass.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear) and layer.bias is None and layer.weight.requires_grad]
-    for layer in layers:
-        layer.forward = _Calls(layer.weight).run
+    calls = [_Calls(layer.weight) for layer in layers]
+    for layer, its_calls in zip(layers, calls, strict=True):
+        layer.forward = its_calls.run
     try:
         yield
     finally:
-        for layer in layers:
+        for layer, its_calls in zip(layers, calls, strict=True):
             del layer.forward
+            its_calls.shared = None  # the graph knows the calls: without this it would wait for the garbage collector
 
 
 class _Calls:

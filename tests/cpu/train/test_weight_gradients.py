@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -91,3 +94,19 @@ def test_layers_are_as_before_afterwards_whatever_happens() -> None:
     with pytest.raises(ValueError, match="on the way"), gathered_over_calls(linear):
         raise ValueError("on the way")
     assert "forward" not in vars(linear)
+
+
+def test_what_is_kept_ends_with_the_graph() -> None:
+    linear = layer()
+    gc.collect()
+    gc.disable()
+    try:
+        with gathered_over_calls(linear):
+            calls = weakref.ref(vars(linear)["forward"].__self__)
+            loss = linear(torch.randn(4, 3)).sum()
+        loss.backward()
+        assert calls() is not None
+        del loss
+        assert calls() is None
+    finally:
+        gc.enable()
