@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 NAME = "GLIBC_TUNABLES"
-# Huge pages: a step walks through a GB of weights, moments and activations, and looking up so many small pages took a quarter of its time.
+# Huge pages: a step walks through a GB of weights, moments and activations; looking up so many small pages takes a tenth of it or more.
 # What is freed stays here (up to a GB), since every step asks for the same again and new pages have to be cleared.
 SETTINGS = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824"
 GPUS = ("/dev/nvidia0", "/dev/kfd")
