@@ -46,7 +46,6 @@ class _Calls:
         self.shared: Tensor | None = None
         self.total: Tensor | None = None
         self.rows: list[tuple[Tensor, Tensor]] = []
-        self.waiting = 0
 
     def run(self, input: Tensor) -> Tensor:
         """The layer's forward. The first call makes the copy of the weight that all calls read."""
@@ -61,17 +60,16 @@ class _Calls:
     def add(self, x: Tensor, grad: Tensor) -> None:
         """Keep the rows of one call. Many rows are multiplied by themselves: to copy them would gain nothing."""
         rows = x.flatten(0, -2), grad.flatten(0, -2)
-        if self.waiting + len(rows[0]) > ROWS:
+        if sum(len(x) for x, _ in (*self.rows, rows)) > ROWS:
             self.multiply()
         self.rows.append(rows)
-        self.waiting += len(rows[0])
 
     def multiply(self) -> None:
         """Add what the kept rows give to the sum."""
         if not self.rows:
             return
         x, grad = self.rows[0] if len(self.rows) == 1 else (pad_rows(torch.cat(side)) for side in zip(*self.rows, strict=True))
-        self.rows, self.waiting = [], 0
+        self.rows.clear()
         part = grad.T @ x
         if self.total is None:
             self.total = part.to(self.weight.dtype)
