@@ -124,7 +124,9 @@ def head_losses(
 
 
 def pad_rows(tensor: Tensor) -> Tensor:
-    """Zeros behind the rows, to a multiple of `PADDED`."""
+    """Zeros behind the rows, to a multiple of `PADDED`; the tensor itself where nothing is missing."""
+    if len(tensor) % PADDED == 0:
+        return tensor
     return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, -len(tensor) % PADDED))
 
 
@@ -271,7 +273,7 @@ def teacher_probabilities(last_hidden_PH: Tensor, head_VH: Tensor, log_normalise
         part = slice(start, start + at_once)
         logits = F.linear(hidden[part], head_VH.to(hidden.dtype))
         if cpu_loss.available(logits, result):
-            result[part] = cpu_loss.probabilities(logits, log_normaliser[part].float().contiguous())
+            cpu_loss.probabilities(logits, log_normaliser[part].float().contiguous(), result[part])
         else:
             result[part] = (logits.float() - log_normaliser[part, None]).exp()
     return result[: len(last_hidden_PH)]

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from drafters.eagle3_ssd.config import DrafterConfig
+from train.config import Stage
 
 
 class Product(NamedTuple):
@@ -150,6 +151,14 @@ def replayed(forward: Forward, lookahead: int, refresh: int, depth: int) -> Forw
     number = forward.rows * forward.anchors * lookahead
     round_at_most = Replayed(lookahead, depth - lookahead - 1, refresh)
     return forward._replace(predictions=(forward.predictions[0], number, number), replay=round_at_most)
+
+
+def in_stage(forward: Forward, stage: Stage, lookahead: int, refresh: int) -> Forward:
+    """A micro-batch of the same rows as a stage of the curriculum would run it, if every anchor had a prediction at every depth."""
+    anchors = stage.anchors_per_row or forward.anchors
+    deep = (forward.rows * anchors,) * stage.depth
+    unrolled = forward._replace(anchors=anchors, predictions=(forward.predictions[0], *deep), replay=None)
+    return replayed(unrolled, lookahead, refresh, stage.depth) if stage.replay else unrolled
 
 
 def predictions(turns: Sequence[int], depth: int) -> int:

@@ -8,14 +8,14 @@ softmax, copies and the optimizer are not.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from drafters.eagle3_ssd.config import DrafterConfig
-from train.config import Stage
+from train.config import ServingSettings, Stage
 from train.gpus import gpu_of_device
-from train.plan import Forward, Product, products
+from train.plan import Forward, Product, flops, in_stage, products
 
 SECONDS = 0.005  # a product is timed that long
 MEMORY = 0.9  # of the average of past step times, at each step
@@ -24,24 +24,33 @@ MEMORY = 0.9  # of the average of past step times, at each step
 class Meter:
     """Sees every step of this process. On a CPU a product is timed when one of its name and size is first seen."""
 
-    def __init__(self, config: DrafterConfig, curriculum: Sequence[Stage], device: torch.device, dtype: torch.dtype) -> None:
-        self.config, self.curriculum, self.device, self.dtype = config, curriculum, device, dtype
+    def __init__(
+        self, config: DrafterConfig, curriculum: Sequence[Stage], serving: ServingSettings, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.config, self.curriculum, self.serving, self.device, self.dtype = config, curriculum, serving, device, dtype
         gpu = gpu_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak = gpu.flops if gpu is not None and dtype == torch.bfloat16 else None
         self.rates: dict[tuple[str, int], float] = {}
         self.times: dict[int, float] = {}  # of a step, by stage
+        self.seen: Sequence[Forward] = ()  # of the newest step
+        self.steps = 0
 
     def share(self, step: int, forwards: Sequence[Forward], seconds: float) -> float:
         """Note that optimizer step `step` ran these forwards in `seconds`; returns its share."""
         parts = [part for forward in forwards for part in products(self.config, forward)]
-        stage = stage_number(self.curriculum, step)
-        before = self.times.get(stage)
+        stage, self.seen, self.steps = stage_number(self.curriculum, step), forwards, self.steps + 1
+        before = self.times.get(stage) if self.steps != 2 else None  # a process's first step compiles and fills caches
         self.times[stage] = seconds if before is None else MEMORY * before + (1 - MEMORY) * seconds
         return self.product_seconds(parts) / seconds
 
     def left(self, step: int) -> float:
         """Seconds from before `step` to the end of the curriculum, held-out measurements not counted."""
-        return seconds_left(self.curriculum, step, self.times)
+        return seconds_left(self.curriculum, step, self.times, self.work)
+
+    def work(self, stage: Stage) -> float:
+        """FLOPs of a step of `stage` on rows like those of the newest step."""
+        planned = [in_stage(forward, stage, self.serving.lookahead, self.serving.refresh) for forward in self.seen]
+        return float(sum(flops(products(self.config, forward)) for forward in planned))
 
     def product_seconds(self, parts: Iterable[Product]) -> float:
         """What the products alone take."""
@@ -64,36 +73,40 @@ def stage_number(curriculum: Sequence[Stage], step: int) -> int:
     raise IndexError(f"step {step} past the end of the curriculum")
 
 
-def seconds_left(curriculum: Sequence[Stage], step: int, times: Mapping[int, float]) -> float:
+def seconds_left(curriculum: Sequence[Stage], step: int, times: Mapping[int, float], work: Callable[[Stage], float]) -> float:
     """Time from before `step` to the end, from step times of the stages seen.
 
-    A stage not seen yet takes as long for each of its depths as the last one seen:
-    4 of 10 steps at depth 1 done in 1 s each, then 5 steps at depth 3: 6 * 1 + 5 * 1 * (3 + 1) / (1 + 1) = 16 s.
+    A stage not seen yet takes as long for its work as the last one seen: 4 of 10 steps of work 2 done in 1 s each,
+    then 5 steps of work 3: 6 * 1 + 5 * 1 * 3 / 2 = 13.5 s.
     """
     if not times:
         return 0.0
     last = max(times)
-    per_depth = times[last] / (curriculum[last].depth + 1)
     total, first = 0.0, 0
     for number, stage in enumerate(curriculum):
         remaining = max(0, first + stage.steps - max(step, first))
-        total += remaining * times.get(number, per_depth * (stage.depth + 1))
+        if remaining:
+            total += remaining * (times[number] if number in times else times[last] * work(stage) / work(curriculum[last]))
         first += stage.steps
     return total
 
 
 @torch.no_grad()
 def measured_seconds(part: Product, device: torch.device, dtype: torch.dtype, seconds: float = SECONDS) -> float:
-    """The time of one call of a product, the fastest of as many as fit into `seconds`."""
+    """The time of one call of a product, the fastest of as many as fit into `seconds`.
+
+    The result has its place already: new pages for a large one can take five times as long as the product.
+    """
     left = torch.ones(part.batch, part.m, part.k, device=device, dtype=dtype)  # no draw: the generators stay as they are
     right = torch.ones(part.batch, part.k, part.n, device=device, dtype=dtype)
+    out = torch.empty(part.batch, part.m, part.n, device=device, dtype=dtype)
     if part.batch == 1:
-        left, right = left[0], right[0]
-    torch.matmul(left, right)
+        left, right, out = left[0], right[0], out[0]
+    torch.matmul(left, right, out=out)
     best, end = float("inf"), time.perf_counter() + seconds
     while best == float("inf") or time.perf_counter() < end:
         started = time.perf_counter()
-        torch.matmul(left, right)
+        torch.matmul(left, right, out=out)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - started)

@@ -66,13 +66,12 @@ def loss_rows(
     return figures
 
 
-def probabilities(logits_nV: Tensor, normaliser_n: Tensor) -> Tensor:
-    """exp(logit - normaliser) as fp16, [n, V]; the normaliser is fp32."""
-    out = torch.empty(logits_nV.shape, dtype=torch.float16)
-    tensors = (logits_nV, normaliser_n, out)
-    assert all(t.is_contiguous() for t in tensors) and normaliser_n.dtype == torch.float32, [t.stride() for t in tensors]
+def probabilities(logits_nV: Tensor, normaliser_n: Tensor, out_nV: Tensor) -> None:
+    """Write exp(logit - normaliser) to `out`, fp16; the normaliser is fp32."""
+    tensors = (logits_nV, normaliser_n, out_nV)
+    assert all(t.is_contiguous() for t in tensors) and out_nV.shape == logits_nV.shape, [(t.shape, t.stride()) for t in tensors]
+    assert (normaliser_n.dtype, out_nV.dtype) == (torch.float32, torch.float16), (normaliser_n.dtype, out_nV.dtype)
     _PROBABILITIES[logits_nV.dtype](*(t.data_ptr() for t in tensors), *logits_nV.shape)
-    return out
 
 
 def _build_probabilities(element: Any, widen: Any) -> Any:
