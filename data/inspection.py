@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     from drafters.targets import identify, load_tokenizer
 
     tokenizer = load_tokenizer(options.target)
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     _check_manifests(options, identify(options.target), template, console)
     rendered = render_all(conversations, tokenizer, options.row_length, template)
     for example in rendered.examples[: options.show]:
@@ -164,7 +164,7 @@ def show_list(console: Console, title: str, lines: Sequence[str]) -> None:
     """The first lines of a list, and how many there are; nothing for an empty one."""
     if lines:
         console.print(f"\n{title}: {len(lines)}", style="bold")
-        console.print("\n".join(f"  {line}" for line in lines[:LISTED]), markup=False)
+        console.print("\n".join(f"  {line}" for line in lines[:LISTED]))
         if len(lines) > LISTED:
             console.print(f"  and {len(lines) - LISTED} more")
 
@@ -215,7 +215,7 @@ def show_overlap(console: Console, found: Sequence[PromptOverlap], num_prompts: 
     console.print(f"\noverlap: {len(found)} of {num_prompts} prompts share eight words in a row, {exact} stand there whole", style="bold")
     for overlap in found[:LISTED]:
         share = "whole" if overlap.exact else f"{overlap.share:.0%} of its runs of eight"
-        console.print(f"  {overlap.prompt_id} ({share}) at {overlap.source}: {overlap.words!r}", markup=False)
+        console.print(f"  {overlap.prompt_id} ({share}) at {overlap.source}: {overlap.words!r}")
     if len(found) > LISTED:
         console.print(f"  and {len(found) - LISTED} more")
     return 1 if found else 0
@@ -226,4 +226,4 @@ def _check_manifests(options: argparse.Namespace, identity: Any, template: Templ
         if (path / MANIFEST_NAME).is_file():
             check_files(path, read_manifest(path))
     for line in provenance(options.files, options.target, identity, template):
-        console.print(f"warning: {line}", style="yellow", markup=False)
+        console.print(f"warning: {line}", style="yellow")

@@ -14,7 +14,7 @@ from drafters.errors import CommandParser, unknown_name
 from drafters.settings import Settings
 from infer.config import EngineSettings
 
-stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+stderr = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
 
 class Parser(CommandParser):
@@ -80,7 +80,7 @@ def loading(text: str) -> Iterator[None]:
 
 def note(line: str, style: str = "dim") -> None:
     """A line beside the output, on stderr."""
-    stderr.print(line, style=style, markup=False)
+    stderr.print(line, style=style)
 
 
 def settings_help() -> str:

@@ -17,10 +17,11 @@ from drafters.errors import EXIT_INTERRUPTED, UserError, run_command
 from drafters.settings import parse_overrides
 from drafters.template import TemplateOptions
 from infer.config import BASELINE, EngineSettings, Mode
-from infer.console import Interrupt, Parser, interruptible, loading, progress_bar
+from infer.console import Interrupt, Parser, interruptible, loading, note, progress_bar
 from infer.recipe import mode_named, read_recipe
 
 if TYPE_CHECKING:
+    from drafters.eagle3_ssd.speed import PairedTokens
     from drafters.targets import Target
     from infer.baseline import TransformersEngine
     from infer.engine import Engine
@@ -78,10 +79,11 @@ def main(argv: list[str]) -> int:
     questions = render_questions(prompts, target, runs[0].settings.template, max_model_len, params.max_new_tokens)
     with interruptible() as interrupt:
         measured = measure_all(runs, target, questions, params, interrupt)
-    if not measured[0].answers:
-        print("interrupted before every mode had answered a prompt: nothing is written", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    results = finish(measured, target, options, out)
+        if not measured[0].answers:
+            print("interrupted before every mode had answered a prompt: nothing is written", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        paired = {} if options.temperature else replay_hits(measured, target, interrupt)
+        results = finish(measured, paired, target, options, out)
     print_table(results)
     print(f"written: {out / 'results.json'}, {out / 'report.html'}")
     return EXIT_INTERRUPTED if interrupt else 0
@@ -221,11 +223,30 @@ def answer(engine: Engine | TransformersEngine, prompt_ids: Sequence[int], param
     return None
 
 
-def finish(measured: Sequence[Measured], target: Target, options: argparse.Namespace, out: Path) -> dict[str, Any]:
+def replay_hits(measured: Sequence[Measured], target: Target, interrupt: Interrupt) -> dict[str, list[PairedTokens]]:
+    """What retention is made of, by label of the SSD runs. Ctrl-C leaves it out: what was measured is worth more than the rest of it."""
+    from infer.retention import paired_tokens
+
+    runs = [run for run in measured if run.mode is Mode.SSD]
+    paired: dict[str, list[PairedTokens]] = {run.label: [] for run in runs}
+    with progress_bar() as bar:
+        task = bar.add_task("answers replayed with fresh features", total=sum(len(run.answers) for run in runs), visible=bool(runs))
+        for run in runs:
+            for pair in paired_tokens(run.answers, run.settings, target):
+                if interrupt:
+                    note("interrupted: retention is left out")
+                    return {}
+                paired[run.label].append(pair)
+                bar.advance(task)
+    return paired
+
+
+def finish(
+    measured: Sequence[Measured], paired: Mapping[str, Sequence[PairedTokens]], target: Target, options: argparse.Namespace, out: Path
+) -> dict[str, Any]:
     """Write `results.json`, the plots and the report; returns the results."""
     from infer.report import write_report
     from infer.results import build_results, write_json
-    from infer.retention import paired_tokens
 
     arguments = {
         "prompts": [str(path) for path in options.prompts],
@@ -234,10 +255,6 @@ def finish(measured: Sequence[Measured], target: Target, options: argparse.Names
         "temperature": options.temperature,
         "seed": options.seed,
     }
-    paired = {}
-    if not options.temperature:
-        with loading("replaying the hit rounds with fresh features ..."):
-            paired = {run.label: paired_tokens(run.answers, run.settings, target) for run in measured if run.mode is Mode.SSD}
     results = build_results(measured, target, arguments, paired)
     write_json(out / "results.json", results)
     write_report(results, out)
@@ -248,13 +265,14 @@ def print_table(results: Mapping[str, Any]) -> None:
     """The figures of each run, and the ratios, on stdout."""
     table = Table(title=f"{results['target']['name']}, {results['runs'][0]['prompts']} prompts", title_justify="left")
     for name in ("mode", "tokens/s", "tokens/round", "hit rate", "verify ms", "wait ms"):
-        table.add_column(name, justify="left" if name == "mode" else "right")
+        is_label = name == "mode"  # as long as what --beside was given: it takes several lines, the figures keep theirs
+        table.add_column(name, justify="left" if is_label else "right", overflow="fold", no_wrap=not is_label)
     for run in results["runs"]:
         rate = "" if run["hit_rate"] is None else f"{run['hit_rate']:.0%}"
         middle = [(run[name] or {}).get("p50") for name in ("verify_ms", "wait_ms")]
         numbers = [_number(run["tokens_per_second"], 1), _number(run["tokens_per_round"], 2), rate]
         table.add_row(run["label"], *numbers, *(_number(value, 1) for value in middle))
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)  # a label may hold brackets: target_devices=[cpu:0]
     console.print(table)
     for name, interval in results["ratio_intervals"].items():
         if interval:

@@ -40,7 +40,7 @@ FINE_TUNING = (
     "checkpoint.every=30",
 )
 
-console = Console(highlight=False)
+console = Console(highlight=False, markup=False)  # a directory may have brackets in its name
 
 
 def main(argv: list[str]) -> int:
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     if status != 0:
         return status
     show_answer(json.loads((out / "results.json").read_text(encoding="utf-8")), target)
-    console.print(what_next(drafter, out), soft_wrap=True, markup=False)
+    console.print(what_next(drafter, out), soft_wrap=True)
     return 0
 
 
@@ -76,11 +76,11 @@ def check_place() -> None:
 @contextmanager
 def step(number: int, title: str) -> Iterator[None]:
     """A heading, and afterwards how long it took."""
-    console.print(f"\n[bold]{number}/3  {title}[/bold]")
+    console.print(f"\n{number}/3  {title}", style="bold")
     started = time.monotonic()
     yield
-    seconds = time.monotonic() - started
-    console.print(f"[dim]step {number} took {seconds // 60:.0f}:{seconds % 60:02.0f}[/dim]")
+    seconds = int(time.monotonic() - started)
+    console.print(f"step {number} took {seconds // 60}:{seconds % 60:02d}", style="dim")
 
 
 def fetch_target() -> str:
@@ -100,7 +100,7 @@ def fine_tuned_drafter(out: Path, minutes: float) -> Path:
         console.print(f"trained by an earlier run: {best} (delete {out / 'train'} to train again)")
         return best
     command = training_command(out, minutes)
-    console.print("$ " + " ".join(["accelerate", "launch", *command[3:]]), style="dim", markup=False, soft_wrap=True)
+    console.print("$ " + " ".join(["accelerate", "launch", *command[3:]]), style="dim", soft_wrap=True)
     with interruptible() as interrupt:  # Ctrl-C is training's to handle: it saves its state
         status = subprocess.run(command, check=False).returncode
     if interrupt:

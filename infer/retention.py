@@ -6,7 +6,7 @@ answer went on with. Greedy answers only: there the target's choice at a context
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,17 +43,15 @@ def hit_contexts(answer: Request, lookahead: int) -> list[Context]:
 
 
 @torch.inference_mode()
-def paired_tokens(answers: Sequence[Request], settings: EngineSettings, target: Target) -> list[PairedTokens]:
-    """Of each answer, the tokens accepted in its hit rounds, and those of fresh drafts of the same length at the same contexts."""
+def paired_tokens(answers: Sequence[Request], settings: EngineSettings, target: Target) -> Iterator[PairedTokens]:
+    """Of each answer in turn, the tokens accepted in its hit rounds, and those of fresh drafts of the same length at the same contexts."""
     assert settings.drafter is not None and all(answer.params.sampling.greedy for answer in answers), "greedy answers of a speculating mode"
     loaded = load_drafter(settings.drafter, target.facts, target.embed_weight, DTYPES[settings.dtype], target.device)
     longest = max((len(answer.tokens) for answer in answers), default=0)
     plan = DraftPlan.of(settings.model_copy(update={"max_model_len": longest, "batch_size": AT_ONCE}), Mode.SD)
     worker = DraftWorker(DraftModel(loaded, AT_ONCE * plan.region_tokens), plan)
-    result: list[PairedTokens] = []
     for first in range(0, len(answers), AT_ONCE):
-        result += _paired(answers[first : first + AT_ONCE], worker, loaded, target)
-    return result
+        yield from _paired(answers[first : first + AT_ONCE], worker, loaded, target)
 
 
 def _paired(answers: Sequence[Request], worker: DraftWorker, loaded: LoadedDrafter, target: Target) -> list[PairedTokens]:

@@ -90,7 +90,7 @@ def plan(settings: TrainSettings, options: argparse.Namespace) -> int:
     from train.dry_run import Launch, dry_run
 
     launch = Launch(options.gpu, ranks, sharding, options.share)
-    dry_run(settings, Path(options.config[0]), launch, Console())
+    dry_run(settings, Path(options.config[0]), launch, Console(markup=False))
     return 0
 
 

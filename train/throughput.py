@@ -43,9 +43,9 @@ class Meter:
         self.times[stage] = seconds if before is None else MEMORY * before + (1 - MEMORY) * seconds
         return self.product_seconds(parts) / seconds
 
-    def left(self, step: int) -> float:
-        """Seconds from before `step` to the end of the curriculum, held-out measurements not counted."""
-        return seconds_left(self.curriculum, step, self.times, self.work)
+    def left(self, step: int) -> float | None:
+        """Seconds from before `step` to the end of the curriculum, held-out measurements not counted; None after the first step alone."""
+        return None if self.steps < 2 else seconds_left(self.curriculum, step, self.times, self.work)
 
     def work(self, stage: Stage) -> float:
         """FLOPs of a step of `stage` on rows like those of the newest step."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from drafters.errors import UserError, run_command
-from infer import evaluate
+from drafters.eagle3_ssd.speed import PairedTokens
+from drafters.errors import EXIT_INTERRUPTED, UserError, run_command
+from infer import evaluate, retention
 from infer.config import EngineSettings, Mode
 from infer.console import Interrupt
 from infer.request import FinishReason, Request, RequestOutput, SamplingParams
@@ -228,6 +230,33 @@ def test_a_stop_keeps_the_prompts_that_every_mode_has_answered(number: signal.Si
         measured = measured_by([FakeEngine("a", log), FakeEngine("b", log, interrupt_in_the_second_prompt)], interrupt)
     assert [run.prompt_ids for run in measured] == [["q0"], ["q0"]]
     assert log == ["a", "b", "b", "cancel b", "a", "cancel a"]  # q0 by both; q1, where b is first
+
+
+def test_ctrl_c_in_the_replay_costs_retention_and_nothing_else(
+    recipe: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(answers: list[Request], *_: object) -> Iterator[PairedTokens]:
+        yield PairedTokens(1, 1, 1)
+        signal.raise_signal(signal.SIGINT)
+        yield from [PairedTokens(1, 1, 1)] * (len(answers) - 1)
+
+    monkeypatch.setattr(retention, "paired_tokens", interrupted)
+    arguments = ["--modes", "ssd", "--num-prompts", 2, "--max-new-tokens", 12, "--out", tmp_path]
+    assert run("--recipe", recipe, "--prompts", prompts, *arguments) == EXIT_INTERRUPTED
+    record = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["runs"][0]
+    assert record["retention"] is None and record["prompts"] == 2 and record["new_tokens"] == 24
+    assert "retention is left out" in capsys.readouterr().err
+
+
+def test_a_long_label_costs_no_figure(results: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    label = "ssd lookahead=5 budget=18 fallback_lookahead=5 draft_threads=2 target_devices=[cpu:0]"
+    runs = [{**record, "label": label, "tokens_per_second": 1234.5} for record in results["runs"]]
+    evaluate.print_table({**results, "runs": runs})
+    table = capsys.readouterr().out.split("95 %")[0]
+    assert table.count("1234.5") == len(runs) and "…" not in table
+    cells = [line.split("│")[1].strip() for line in table.splitlines() if line.count("│") > 2]
+    assert label.replace(" ", "") in "".join(cells).replace(" ", "")
 
 
 def test_json_is_replaced_whole(tmp_path: Path) -> None:

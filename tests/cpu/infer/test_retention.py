@@ -28,7 +28,7 @@ def test_fresh_drafts_are_those_of_the_replay(trained_pair: tuple[Target, Path],
     settings = EngineSettings.model_validate({**common, "lookahead": lookahead, "budget": 16, "batch_size": 10, "max_model_len": 96})
     prompts = random_prompts(48, 4, target.facts.vocab_size, seed=5)[:10]
     requests = run(settings, Mode.SSD, target, prompts, SamplingParams(max_new_tokens=70, ignore_eos=True))
-    pairs = paired_tokens(requests, settings, target)
+    pairs = list(paired_tokens(requests, settings, target))
     loaded = load_drafter(drafter, target.facts, target.embed_weight, torch.float32)
     plan = DraftPlan.of(settings, Mode.SSD)
     serving, answers = serving_of(target, loaded, requests, plan)

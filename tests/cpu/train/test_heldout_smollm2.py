@@ -54,7 +54,7 @@ def test_replay_agrees_with_the_engine() -> None:
     with torch.inference_mode():
         serving, answers = serving_of(target, loaded, requests, plan)
         ssd, sd = replay(serving, answers, [plan_of(loaded, plan), synchronous(plan.lookahead)])
-    kept, paired = retention_of(ssd), paired_tokens(requests, settings, target)
+    kept, paired = retention_of(ssd), list(paired_tokens(requests, settings, target))
     served, fresh = (sum(p.rounds + getattr(p, name) for p in paired) for name in ("served", "fresh"))
     assert kept is not None
     pairs = {
