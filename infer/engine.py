@@ -108,8 +108,8 @@ class Engine:
         if self.scheduler.knows(name):
             raise UserError(f"request id {name!r} is already in use; give each request its own")
         most = min(len(prompt_ids) + params.max_new_tokens, limit)
-        self._warn_beyond(most)
         self.scheduler.submit(new_request(name, prompt_ids, params, most, self.target, self.grammars))
+        self._warn_beyond(most)
         return name
 
     def _warn_beyond(self, length: int) -> None:

@@ -9,6 +9,7 @@ from fastapi.testclient import TestClient
 
 from data.render import render_prompt
 from drafters.eagle3_ssd.card import read_card, write_card
+from drafters.errors import UserError
 from drafters.settings import load_settings
 from drafters.template import TemplateOptions
 from infer.config import EngineSettings, Mode
@@ -46,6 +47,8 @@ def test_a_request_that_may_grow_longer_than_texts_of_training_warns_once(recipe
     """Fault 3."""
     with launch(load_settings(EngineSettings, recipe, ["max_model_len=200"]), Mode.SD, target_of(recipe)) as engine:
         engine.submit([1] * 60, SamplingParams(40))
+        with pytest.raises(UserError, match="grammar"):
+            engine.submit([1] * 60, SamplingParams(41, grammar="no grammar"))
         assert "trained on texts" not in capsys.readouterr().err
         for _ in range(2):
             engine.submit([1] * 60, SamplingParams(41))
