@@ -8,7 +8,9 @@ softmax, copies and the optimizer are not.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
 
 import torch
 
@@ -18,7 +20,7 @@ from train.gpus import gpu_of_device
 from train.plan import Forward, Product, flops, in_stage, products
 
 SECONDS = 0.005  # a product is timed that long
-MEMORY = 0.9  # of the average of past step times, at each step
+RECENT = 20  # steps whose median is a stage's time: one that the machine slept through says nothing of the others
 
 
 class Meter:
@@ -31,21 +33,21 @@ class Meter:
         gpu = gpu_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak = gpu.flops if gpu is not None and dtype == torch.bfloat16 else None
         self.rates: dict[tuple[str, int], float] = {}
-        self.times: dict[int, float] = {}  # of a step, by stage
+        self.times: dict[int, deque[float]] = {}  # of the newest steps, by stage
         self.seen: Sequence[Forward] = ()  # of the newest step
-        self.steps = 0
 
     def share(self, step: int, forwards: Sequence[Forward], seconds: float) -> float:
         """Note that optimizer step `step` ran these forwards in `seconds`; returns its share."""
         parts = [part for forward in forwards for part in products(self.config, forward)]
-        stage, self.seen, self.steps = stage_number(self.curriculum, step), forwards, self.steps + 1
-        before = self.times.get(stage) if self.steps != 2 else None  # a process's first step compiles and fills caches
-        self.times[stage] = seconds if before is None else MEMORY * before + (1 - MEMORY) * seconds
+        if self.seen:  # a process's first step compiles and fills caches
+            self.times.setdefault(stage_number(self.curriculum, step), deque(maxlen=RECENT)).append(seconds)
+        self.seen = forwards
         return self.product_seconds(parts) / seconds
 
     def left(self, step: int) -> float | None:
         """Seconds from before `step` to the end of the curriculum, held-out measurements not counted; None after the first step alone."""
-        return None if self.steps < 2 else seconds_left(self.curriculum, step, self.times, self.work)
+        times = {stage: median(recent) for stage, recent in self.times.items()}
+        return seconds_left(self.curriculum, step, times, self.work) if times else None
 
     def work(self, stage: Stage) -> float:
         """FLOPs of a step of `stage` on rows like those of the newest step."""
@@ -79,8 +81,6 @@ def seconds_left(curriculum: Sequence[Stage], step: int, times: Mapping[int, flo
     A stage not seen yet takes as long for its work as the last one seen: 4 of 10 steps of work 2 done in 1 s each,
     then 5 steps of work 3: 6 * 1 + 5 * 1 * 3 / 2 = 13.5 s.
     """
-    if not times:
-        return 0.0
     last = max(times)
     total, first = 0.0, 0
     for number, stage in enumerate(curriculum):
