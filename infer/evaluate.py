@@ -232,13 +232,13 @@ def replay_hits(measured: Sequence[Measured], target: Target, interrupt: Interru
     with progress_bar() as bar:
         task = bar.add_task("answers replayed with fresh features", total=sum(len(run.answers) for run in runs), visible=bool(runs))
         for run in runs:
-            for pair in paired_tokens(run.answers, run.settings, target):
-                if interrupt:
-                    note("interrupted: retention is left out")
-                    return {}
+            pairs = paired_tokens(run.answers, run.settings, target)
+            while not interrupt and (pair := next(pairs, None)) is not None:
                 paired[run.label].append(pair)
                 bar.advance(task)
-    return paired
+    if interrupt and runs:
+        note("interrupted: retention is left out")
+    return {} if interrupt else paired
 
 
 def finish(

@@ -248,6 +248,22 @@ def test_ctrl_c_in_the_replay_costs_retention_and_nothing_else(
     assert "retention is left out" in capsys.readouterr().err
 
 
+def test_nothing_is_replayed_after_an_interrupted_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be thrown away, and who pressed Ctrl-C waits for it."""
+    replayed: list[str] = []
+
+    def replay(*_: object) -> Iterator[PairedTokens]:
+        replayed.append("an answer")
+        yield PairedTokens(1, 1, 1)
+
+    monkeypatch.setattr(retention, "paired_tokens", replay)
+    engine = FakeEngine("a", [])
+    measured = [Measured("ssd", Mode.SSD, engine.settings, ["q0"], [])]
+    interrupt = Interrupt()
+    interrupt.pressed = True
+    assert evaluate.replay_hits(measured, None, interrupt) == {} and not replayed  # type: ignore[arg-type]
+
+
 def test_a_long_label_costs_no_figure(results: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     label = "ssd lookahead=5 budget=18 fallback_lookahead=5 draft_threads=2 target_devices=[cpu:0]"
