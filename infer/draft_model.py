@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafters.eagle3_ssd.checkpoint import LoadedDrafter
-from drafters.eagle3_ssd.model import rotary
+from drafters.eagle3_ssd.model import Eagle3Drafter, rotary
 from infer.blocks import BlockPool
 from infer.kernels import cpu_rows
 from infer.kernels.decoder_layer import FusedDecoderLayer, RmsNorm
@@ -36,31 +36,51 @@ class DraftModel:
         mid, others = model.midlayer, list(model.layers.values())
         self.token_weight_H, self.feature_weight_H = mid.input_layernorm.weight.detach(), mid.hidden_norm.weight.detach()
         self.layers = [_fused(layer) for layer in (mid, *others)]
-        self.norm = RmsNorm(model.norm.weight, model.norm.eps)
+        self.feature_norm = None if model.feature_norm is None else _norm(model.feature_norm)
+        self.norm = _norm(model.norm)
         self.head = PackedLinear(model.lm_head.weight)
 
     def forward(self, tokens: Sequence[int], features_RH: Tensor, positions: Sequence[int], requests: Sequence[PagedRequest]) -> Tensor:
-        """One drafter step over rows of `requests`, behind each other: pre-norm hidden [R, H]. Writes the rows' keys."""
+        """One drafter step over rows of `requests`, behind each other: what is fed back, [R, H]. Writes the rows' keys."""
         device = self.embeddings.device
         context = PagedContext.build(self.pool, requests, device)
         table = rotary(torch.tensor([positions], device=device), self.config.rope)
         turn = (table.cos[:, :, 0], table.sin[:, :, 0])
         embeds = self.embeddings[torch.tensor(tokens, device=device)][None]
         hidden = features_RH[None].to(embeds.dtype)
+        hidden = hidden if self.feature_norm is None else self.feature_norm(hidden)
         both = cpu_rows.pair_norm(embeds, self.token_weight_H, hidden, self.feature_weight_H, self.config.rms_norm_eps)
         hidden = self.layers[0].forward_normed(hidden, both, turn, context)
         for layer in self.layers[1:]:
             hidden = layer(hidden, turn, context)
-        return hidden[0]
+        return (self.norm(hidden) if self.config.norm_output else hidden)[0]
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """Draft logits [R, Vd]."""
-        return self.head(self.norm(hidden_RH))
+        return self.head(hidden_RH if self.config.norm_output else self.norm(hidden_RH))
+
+
+class TapFusion(nn.Module):
+    """The drafter's `fc`, and its norms of the taps where it has them, packed: it works on the target's side."""
+
+    def __init__(self, model: Eagle3Drafter) -> None:
+        super().__init__()
+        self.norms = [_norm(norm) for norm in model.fc_norm or ()]
+        self.fc = PackedLinear(model.fc.weight.detach().clone())
+
+    def forward(self, taps: Sequence[Tensor]) -> Tensor:
+        """Taps [..., Ht] each to features [..., H]."""
+        normed = [norm(tap) for norm, tap in zip(self.norms, taps, strict=True)] if self.norms else taps
+        return self.fc(torch.cat(tuple(normed), dim=-1))
+
+
+def _norm(norm: Any) -> RmsNorm:
+    return RmsNorm(norm.weight, norm.eps)
 
 
 def _fused(layer: Any) -> FusedDecoderLayer:
     attention, mlp = layer.self_attn, layer.mlp
-    norms = [RmsNorm(norm.weight, norm.eps) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    norms = [_norm(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
     return FusedDecoderLayer(
         attention.layer_index,
         attention.head_dim,

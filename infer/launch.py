@@ -17,14 +17,13 @@ from infer.channel import Channel, LocalChannel, PeerGone
 from infer.config import EngineSettings, Mode
 from infer.devices import device_of, pin_to_cores
 from infer.draft_loop import DraftJob
-from infer.draft_model import DraftModel
+from infer.draft_model import DraftModel, TapFusion
 from infer.draft_plan import DraftPlan
 from infer.draft_process import DraftProcess
 from infer.draft_worker import DraftWorker
 from infer.drafting import Drafting
 from infer.engine import Engine
 from infer.grammar import Grammars, Vocabulary
-from infer.kernels.linear import PackedLinear
 from infer.memory import plan_pools
 from infer.target import Rows, TargetRunner
 
@@ -47,7 +46,7 @@ def launch(settings: EngineSettings, mode: Mode, target: Target | None = None, i
         return Engine(settings, mode, _warm(TargetRunner(target, pools.target)), Drafting(None), pools.report)
     loaded, plan = _load_drafter(settings, target), DraftPlan.of(settings, mode)
     pools = plan_pools(settings, target.facts, loaded.config, plan)
-    fuse_taps = PackedLinear(loaded.model.fc.weight.detach().clone())
+    fuse_taps = TapFusion(loaded.model)
     runner = _warm(TargetRunner(target, pools.target, loaded.config.tap_hidden_states_ids, fuse_taps))
     to_target = loaded.vocab.draft_to_target.to(device)
     local = in_process or mode is Mode.SD

@@ -36,7 +36,7 @@ class TargetOutput(NamedTuple):
 
 
 class TargetRunner:
-    """Runs a loaded target on paged keys. `fuse_taps` is the drafter's `fc`, which works on the target's side.
+    """Runs a loaded target on paged keys. `fuse_taps` makes one feature of the taps (`draft_model.TapFusion`).
 
     The fused features stay in a pool of their own beside the keys, so that whoever has a position's keys has its feature too: a cached
     prefix, or a request whose drafter is started again, costs no forward.
@@ -67,7 +67,7 @@ class TargetRunner:
             hidden_RH = hidden_RH[torch.tensor(_asked_for(rows), dtype=torch.int64, device=device)]
         features = None
         if self.fuse_taps is not None:
-            features = self.fuse_taps(torch.cat([found[tap][0] for tap in self.tap_ids], dim=-1))
+            features = self.fuse_taps([found[tap][0] for tap in self.tap_ids])
             if self.features_SH is None:
                 self.features_SH = zeros_on_demand((len(self.pool.keys[0]), features.shape[-1]), like=features)
             self.features_SH.index_copy_(0, context.write_slots_R, features)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -67,8 +68,10 @@ def save_tiny_target(directory: Path, seed: int = 0, layers: int = 6, vocab_size
     return directory
 
 
-def save_tiny_drafter(directory: Path, target: Target, layers: int = 1, draft_vocab_size: int = 200, seed: int = 1) -> Path:
-    """Write a random drafter for a tiny target, with a card whose tables let every policy run."""
+def save_tiny_drafter(
+    directory: Path, target: Target, layers: int = 1, draft_vocab_size: int = 200, seed: int = 1, norms: Sequence[str] = ()
+) -> Path:
+    """Write a random drafter for a tiny target, with a card whose tables let every policy run. `norms`: config switches to set."""
     torch.manual_seed(seed)
     facts = target.facts
     config = DrafterConfig(
@@ -85,12 +88,18 @@ def save_tiny_drafter(directory: Path, target: Target, layers: int = 1, draft_vo
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=facts.hidden_size,
         tap_hidden_states_ids=(2, 3, 4),
+        fc_norm="fc_norm" in norms,
+        feature_norm="feature_norm" in norms,
+        norm_output="norm_output" in norms,
     )
     model = Eagle3Drafter(config)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 2 and weight.requires_grad:
                 weight.normal_(0.0, 1.5 / weight.shape[1] ** 0.5)
+        for name, weight in model.named_parameters():
+            if norms and "norm" in name:  # a stream as large as a trained one: what a random layer adds to a small one is chaos
+                weight.uniform_(4.0, 8.0) if name in ("feature_norm.weight", "norm.weight") else weight.uniform_(0.5, 1.5)
         model.embed_tokens.weight.copy_(target.embed_weight)
     table = Measured(reach=(0.5, 0.2, 0.1, 0.1, 0.1), recall=((0.2, 0.3, 0.4),) * 5)
     card = DrafterCard(

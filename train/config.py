@@ -9,6 +9,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from drafters.settings import Settings
 from drafters.template import TemplateOptions
 
+NormSetting = Literal["none", "fixed", "learnt"]
+
 
 class DataSettings(Settings):
     """Conversations written by the target, and how they become rows."""
@@ -40,6 +42,9 @@ class DrafterSettings(Settings):
     init: str = Field(default="target", description="'target', 'random', or a drafter directory to go on from")
     num_hidden_layers: PositiveInt = 1
     draft_vocab_size: PositiveInt = 8192
+    feature_norm: NormSetting = Field(default="none", description="RMS norm of every feature that enters the first layer and its residual")
+    fc_norm: NormSetting = Field(default="none", description="RMS norm of each tap before fc; fixed: at the target's scale")
+    norm_output: bool = Field(default=False, description="feed back the output of the drafter's final norm (EAGLE-3.1)")
     tap_hidden_states_ids: tuple[int, int, int] | None = Field(default=None, description="default: 2, L//2, L-3 of the target's L layers")
 
 

@@ -17,7 +17,7 @@ from drafters.eagle3_ssd.rope import RopeScaling, scaling_of_target
 from drafters.eagle3_ssd.vocab import VocabMap, cached_vocabulary
 from drafters.errors import UserError
 from drafters.target_model import usable, whole
-from drafters.targets import Target
+from drafters.targets import Target, tap_features
 from train.config import DrafterSettings
 
 
@@ -45,7 +45,38 @@ def start(settings: DrafterSettings, target: Target, examples: Sequence[Example]
     drafter.embed_tokens.weight.data.copy_(target.embed_weight)
     if settings.init == "target":
         notes += take_over(drafter, target, vocab)
+    set_norms(drafter, settings, target, examples)
     return Start(drafter, vocab, notes, covered)
+
+
+SCALE_TOKENS = 256  # tokens of each of so many conversations that the scale of the target's features is measured on
+SCALE_EXAMPLES = 8
+
+
+@torch.no_grad()
+def set_norms(drafter: Eagle3Drafter, settings: DrafterSettings, target: Target, examples: Sequence[Example]) -> None:
+    """Start the norms of features and taps at the scale of the target's upper tap, and freeze those that are to stay there."""
+    norms = {"feature_norm": drafter.feature_norm, "fc_norm": drafter.fc_norm}
+    if not any(norms.values()):
+        return
+    scale = feature_scale(target, examples, drafter.config.tap_hidden_states_ids[-1])
+    for name, module in norms.items():
+        for parameter in module.parameters() if module is not None else ():
+            parameter.fill_(scale).requires_grad_(getattr(settings, name) == "learnt")
+
+
+def feature_scale(target: Target, examples: Sequence[Example], tap: int) -> float:
+    """The median root mean square of a tap over tokens of the data, as a number that bf16 holds.
+
+    The first tokens of a text carry activations hundreds of times as large: an average would be theirs.
+    """
+    sizes = []
+    for example in examples[:SCALE_EXAMPLES]:
+        token_ids = torch.tensor([example.token_ids[:SCALE_TOKENS]], device=target.device)
+        places = torch.arange(token_ids.shape[1], device=target.device)[None]
+        taps = tap_features(target, token_ids, places, torch.ones_like(token_ids), [tap]).taps_BTC
+        sizes.append(taps[0].float().pow(2).mean(-1).sqrt())
+    return torch.cat(sizes).median().bfloat16().item()
 
 
 def supervised_counts(examples: Sequence[Example], vocab_size: int) -> Tensor:
@@ -102,12 +133,20 @@ def _copy(own: nn.Module, source: nn.Module, where: str) -> list[str]:
 
 def _from_directory(settings: DrafterSettings, target: Target, counts_V: Tensor) -> Start:
     loaded = load_drafter(settings.init, target.facts, target.embed_weight, torch.float32)
-    found = {"num_hidden_layers": loaded.config.num_hidden_layers, "draft_vocab_size": loaded.config.draft_vocab_size}
+    config = loaded.config
+    found = {"num_hidden_layers": config.num_hidden_layers, "draft_vocab_size": config.draft_vocab_size, "norm_output": config.norm_output}
     for name, value in found.items():
         asked = getattr(settings, name)
         if name in settings.model_fields_set and asked != value:
             raise UserError(f"drafter.{name} = {asked}, but drafter.init = {settings.init} has {value}: leave it out or take init 'target'")
-    layers, size = found.values()
+    for name, module in (("feature_norm", loaded.model.feature_norm), ("fc_norm", loaded.model.fc_norm)):
+        asked = getattr(settings, name)
+        if name in settings.model_fields_set and (asked != "none") != (module is not None):
+            has = "none" if module is None else "one"
+            raise UserError(f"drafter.{name} = {asked}, but drafter.init = {settings.init} has {has}: leave it out or take init 'target'")
+        for parameter in module.parameters() if module is not None else ():
+            parameter.requires_grad_(asked == "learnt")
+    layers, size = config.num_hidden_layers, config.draft_vocab_size
     covered = loaded.vocab.coverage(counts_V)
     note = f"going on from {settings.init}: {layers} layers, draft vocabulary {size}, which covers {covered:.2%} of the supervised tokens"
     return Start(loaded.model, loaded.vocab, [note, *loaded.warnings], covered)
@@ -130,4 +169,7 @@ def _config(settings: DrafterSettings, target: Target, scaling: RopeScaling | No
         draft_vocab_size=settings.draft_vocab_size,
         target_hidden_size=facts.hidden_size,
         tap_hidden_states_ids=settings.tap_hidden_states_ids or default_taps(facts.num_hidden_layers),
+        fc_norm=settings.fc_norm != "none",
+        feature_norm=settings.feature_norm != "none",
+        norm_output=settings.norm_output,
     )

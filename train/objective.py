@@ -177,7 +177,7 @@ class Objective(nn.Module):
                 rows.append(teacher_row[row, place])
             at, fork, row = torch.cat(depths), torch.cat(forks), torch.cat(rows)
             bonus = self.settings.bonus * bonus_D[at] * fork if self.settings.bonus else None
-            normed = self.drafter.norm(torch.cat(hidden))  # one pass over the head: its gradient is held once, not for each depth
+            normed = self.drafter.head_input(torch.cat(hidden))  # one pass over the head: its gradient is held once, not for each depth
             losses = head_losses(normed, self.drafter.lm_head.weight, teacher, row, base_D[at], bonus, self.mix)
         sums = torch.zeros(depth + 1, len(Figures._fields), device=device)
         return losses.loss, sums.index_add(0, at, losses.figures_nC)

@@ -76,6 +76,9 @@ def drafter_config(settings: TrainSettings, target: Any) -> DrafterConfig:
         vocab_size=target.vocab_size,
         draft_vocab_size=chosen.draft_vocab_size,
         target_hidden_size=target.hidden_size,
+        fc_norm=chosen.fc_norm != "none",
+        feature_norm=chosen.feature_norm != "none",
+        norm_output=chosen.norm_output,
         tap_hidden_states_ids=chosen.tap_hidden_states_ids or default_taps(target.num_hidden_layers),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from drafters.eagle3_ssd.rope import Rope, RopeScaling, rope_to_json, scaling_from_json, theta_from_json
 from drafters.errors import UserError
@@ -34,6 +34,9 @@ class DrafterConfig(Settings):
     draft_vocab_size: PositiveInt
     target_hidden_size: PositiveInt
     tap_hidden_states_ids: tuple[int, int, int]
+    fc_norm: bool = Field(default=False, description="an RMS norm of each tap before `fc` (EAGLE-3.1)")
+    feature_norm: bool = Field(default=False, description="an RMS norm of every feature that enters the first layer and its residual")
+    norm_output: bool = Field(default=False, description="the output of the final norm is fed back, not the state before it (EAGLE-3.1)")
 
     @model_validator(mode="after")
     def _fits_together(self) -> DrafterConfig:
@@ -45,6 +48,8 @@ class DrafterConfig(Settings):
             raise ValueError(f"head_dim ({self.head_dim}) has to be even: rotary embeddings turn pairs")
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(f"draft_vocab_size ({self.draft_vocab_size}) is larger than vocab_size ({self.vocab_size})")
+        if self.feature_norm and self.norm_output:
+            raise ValueError("feature_norm and norm_output are both true: the fed-back state would be normalised twice; choose one")
         return self
 
     @property

@@ -17,6 +17,7 @@ from drafters.errors import UserError
 FIRST_LAYER = "midlayer."  # the canonical prefix; vLLM and speculators count from layers.0
 TAPS = "eagle_aux_hidden_state_layer_ids"
 SPECULATORS_TYPE = "speculators_model_type"
+EXTRA_NORMS = ("fc_norm", "feature_norm", "norm_output")
 T = TypeVar("T")
 
 
@@ -37,6 +38,7 @@ class Reader(NamedTuple):
     first_layer: str
     several_layers: bool
     scaled_rope: bool
+    norms: tuple[str, ...] = ()  # which of the config's extra norms it applies
     follows_target: bool = False  # takes theta from the target, whatever the drafter's config says
     default_taps: bool = False  # taps layers 2, L//2, L-3, whatever the config says
 
@@ -44,9 +46,9 @@ class Reader(NamedTuple):
 READERS = {
     Format.EAGLE: Reader("EAGLE", FIRST_LAYER, several_layers=False, scaled_rope=False, default_taps=True),
     Format.SGLANG: Reader("SGLang and SpecForge", FIRST_LAYER, several_layers=False, scaled_rope=True),
-    Format.VLLM: Reader("vLLM", "layers.0.", several_layers=True, scaled_rope=True),
+    Format.VLLM: Reader("vLLM", "layers.0.", several_layers=True, scaled_rope=True, norms=("fc_norm", "norm_output")),
     Format.SPECULATORS: Reader("speculators", "layers.0.", several_layers=True, scaled_rope=True),
-    Format.SSD: Reader("the SSD reference engine", FIRST_LAYER, False, False, follows_target=True, default_taps=True),
+    Format.SSD: Reader("the SSD reference engine", FIRST_LAYER, False, False, (), follows_target=True, default_taps=True),
 }
 
 
@@ -68,6 +70,11 @@ def refuse_unrepresentable(kind: Format, config: DrafterConfig, target: TargetNu
     if config.rope_scaling and not reader.scaled_rope:
         others = ", ".join(f"--to {other}" for other in Format if READERS[other].scaled_rope)
         raise UserError(f"rope_scaling = {config.rope_scaling.rope_type}: {reader.engine} has no such scaling for a drafter; {others} have")
+    for name in EXTRA_NORMS:
+        if getattr(config, name) and name not in reader.norms:
+            others = ", ".join(f"--to {other}" for other in Format if name in READERS[other].norms)
+            remedy = f"; {others} applies it" if others else "; no other engine does, and without it the drafter accepts next to nothing"
+            raise UserError(f"{name} = true: {reader.engine} does not apply this norm{remedy}")
     if reader.follows_target and target is None:
         raise UserError(f"--target is missing: {reader.engine} takes rope_theta and the taps from the target, and they have to be compared")
     taps = config.tap_hidden_states_ids
@@ -87,6 +94,7 @@ def rename_first_layer(tensors: Mapping[str, T], old: str, new: str) -> dict[str
 def emit_config(kind: Format, config: DrafterConfig, dtype: str, lookahead: int, target: TargetNumbers | None) -> dict[str, Any]:
     """The `config.json` of a drafter in another format. `lookahead` is what a reader that wants a default number of tokens gets."""
     content = to_config_json(config, dtype)
+    content = {name: value for name, value in content.items() if value or name not in EXTRA_NORMS}
     inputs = content.pop(TAPS)
     outputs = content.pop("eagle_config")
     if kind is Format.SPECULATORS:

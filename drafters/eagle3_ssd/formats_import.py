@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drafters.eagle3_ssd.checkpoint import check_tensors, read_config_json, take_vocab
 from drafters.eagle3_ssd.config import DrafterConfig, default_taps, taps_from_json
-from drafters.eagle3_ssd.formats import FIRST_LAYER, SPECULATORS_TYPE, TAPS, Format, rename_first_layer
+from drafters.eagle3_ssd.formats import EXTRA_NORMS, FIRST_LAYER, SPECULATORS_TYPE, TAPS, Format, rename_first_layer
 from drafters.eagle3_ssd.model import inverse_frequencies
 from drafters.eagle3_ssd.rope import scaling_from_json, theta_from_json
 from drafters.eagle3_ssd.vocab import VocabMap
@@ -33,8 +33,6 @@ SWITCHES = {
     "norm_before_residual": "the residual stream starts from the normed feature",
     "norm_before_fc": "a norm of the concatenated taps (EAGLE-3.1's input_norm)",
     "input_norm": "a norm of the concatenated taps (EAGLE-3.1)",
-    "fc_norm": "a norm of each tap (EAGLE-3.1)",
-    "norm_output": "the normed state is fed back (EAGLE-3.1)",
     "attention_bias": "biases",
     "mlp_bias": "biases",
     "qkv_bias": "biases",
@@ -45,7 +43,6 @@ SWITCHES = {
 }
 # Parts of tensor names that belong to such variants.
 PARTS = {
-    "fc_norm": "a norm of each tap (EAGLE-3.1)",
     "input_norm": "a norm of the concatenated taps (EAGLE-3.1)",
     "q_norm": "norms of queries and keys",
     "k_norm": "norms of queries and keys",
@@ -179,15 +176,23 @@ def _config(
         "draft_vocab_size": tensors["lm_head.weight"].shape[0],
         "target_hidden_size": tensors["fc.weight"].shape[1] // 3,
     }
-    names = DrafterConfig.model_fields.keys() - {"rope_theta", "rope_scaling", "tap_hidden_states_ids"}
+    names = DrafterConfig.model_fields.keys() - {"rope_theta", "rope_scaling", "tap_hidden_states_ids", *EXTRA_NORMS}
     sizes = {name: derived.get(name) if content.get(name) is None else content[name] for name in names}
     scaling = scaling_from_json(content, where)
+    switches: dict[str, Any] = {name: _switch(content, name) for name in EXTRA_NORMS}
+    if "fc_norm.0.weight" in tensors and not switches["fc_norm"]:
+        raise UserError(f"{where}: the weights hold norms of the taps (fc_norm.*), but fc_norm is not true; set it in the config")
     try:
-        return DrafterConfig(**sizes, rope_theta=theta, rope_scaling=scaling, tap_hidden_states_ids=taps)  # type: ignore[arg-type]
+        return DrafterConfig(**sizes, **switches, rope_theta=theta, rope_scaling=scaling, tap_hidden_states_ids=taps)  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "sizes"
         raise UserError(f"{where}: {name} = {first['input']!r}: {first['msg']}") from error
+
+
+def _switch(content: Mapping[str, Any], name: str) -> bool:
+    """A switch of an EAGLE-3.1 variant, at the top of the config or in `eagle_config`, where some trainers write it."""
+    return bool(content.get(name) or (content.get("eagle_config") or {}).get(name))
 
 
 def _leave_out(tensors: dict[str, Tensor], config: DrafterConfig, place: Path, notes: list[str]) -> None:

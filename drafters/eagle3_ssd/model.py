@@ -18,6 +18,8 @@ from drafters.eagle3_ssd.config import DrafterConfig
 from drafters.eagle3_ssd.rope import Rope, RopeScaling
 from infer.kernels import cpu_train
 
+NUM_TAPS = 3
+
 
 class Attend(Protocol):
     """Attention over whatever keys the caller makes visible, its own past and the given ones. Queries and keys are already rotated."""
@@ -183,14 +185,20 @@ class Eagle3Drafter(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=_nan(config.vocab_size, config.hidden_size))
         self.embed_tokens.weight.requires_grad_(False)
         self.own_embeddings = False  # set where the drafter was read with embeddings in its file: they need not be the target's
-        self.fc = nn.Linear(3 * config.target_hidden_size, config.hidden_size, bias=False)
+        eps, taps = config.rms_norm_eps, (RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in range(NUM_TAPS))
+        self.fc_norm = nn.ModuleList(taps) if config.fc_norm else None
+        self.fc = nn.Linear(NUM_TAPS * config.target_hidden_size, config.hidden_size, bias=False)
+        self.feature_norm = RMSNorm(config.hidden_size, eps) if config.feature_norm else None
         self.midlayer = MidLayer(config)
         self.layers = nn.ModuleDict({str(index): DecoderLayer(config, index) for index in range(1, config.num_hidden_layers)})
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
     def fuse(self, taps: Tensor) -> Tensor:
         """Three concatenated taps [..., 3 Ht] to one feature [..., H]; runs on the target's side."""
+        if self.fc_norm is not None:
+            each = taps.unflatten(-1, (NUM_TAPS, -1)).unbind(-2)
+            taps = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, each, strict=True)], dim=-1)
         return self.fc(taps)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -198,16 +206,24 @@ class Eagle3Drafter(nn.Module):
         return self.embed_tokens(token_ids)
 
     def forward(self, embeds_BSH: Tensor, features_BSH: Tensor, positions_BS: Tensor, attend: Attend) -> Tensor:
-        """One drafter step over S slots; returns the PRE-norm hidden [B, S, H]: feed it back as a feature, or read `logits` off it."""
+        """One drafter step over S slots; returns [B, S, H]: feed it back as a feature, or read `logits` off it.
+
+        The first layer adds to the feature, so without `feature_norm` the scale of what is fed back drifts with every step.
+        """
         table = rotary(positions_BS, self.config.rope)
+        features_BSH = features_BSH if self.feature_norm is None else self.feature_norm(features_BSH)
         hidden = self.midlayer(embeds_BSH, features_BSH, table, attend)
         for layer in self.layers.values():
             hidden = layer(hidden, table, attend)
-        return hidden
+        return self.norm(hidden) if self.config.norm_output else hidden
+
+    def head_input(self, hidden: Tensor) -> Tensor:
+        """What `lm_head` reads, [..., H], of an output of `forward`: its norm, unless that has been applied already."""
+        return hidden if self.config.norm_output else self.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Pre-norm hidden [..., H] to logits over the draft vocabulary [..., Vd]."""
-        return self.lm_head(self.norm(hidden))
+        """An output of `forward` [..., H] to logits over the draft vocabulary [..., Vd]."""
+        return self.lm_head(self.head_input(hidden))
 
 
 def _nan(*size: int) -> Tensor:

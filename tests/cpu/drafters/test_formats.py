@@ -313,9 +313,8 @@ def test_stored_frequencies_have_to_be_the_configs(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"norm_before_residual": True}, "norm_before_residual = True is not supported"),
-        ({"fc_norm": True}, r"fc_norm = True is not supported \(a norm of each tap \(EAGLE-3.1\)"),
+        ({"fc_norm": True}, "'fc_norm.0.weight' is missing"),
         ({"norm_before_fc": True}, "norm_before_fc = True is not supported"),
-        ({"norm_output": True}, r"norm_output = True is not supported \(the normed state is fed back"),
         ({"eagle_config": {"norm_before_fc": True}}, "eagle_config.norm_before_fc = True"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state = false"),
         ({"attention_bias": True}, "attention_bias = True"),
@@ -338,7 +337,7 @@ def test_variants_are_refused_by_their_config_key(tmp_path: Path, changes: dict[
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"fc_norm__0__weight": torch.ones(12)}, r"'fc_norm.0.weight' is not supported \(a norm of each tap"),
+        ({"fc_norm__0__weight": torch.ones(12)}, r"norms of the taps \(fc_norm"),
         ({"input_norm__weight": torch.ones(36)}, "'input_norm.weight' is not supported"),
         ({"midlayer__self_attn__q_norm__weight": torch.ones(8)}, "'midlayer.self_attn.q_norm.weight' is not supported"),
         ({"fc__bias": torch.ones(16)}, r"'fc.bias' is not supported \(biases\)"),
@@ -379,3 +378,25 @@ def test_a_pickle_that_holds_more_than_tensors_is_not_run(tmp_path: Path) -> Non
     (place / "pytorch_model.bin").unlink()
     with pytest.raises(UserError, match="holds no .safetensors or .bin file"):
         read_foreign(place)
+
+
+def test_an_eagle_3_1_head_comes_in_with_its_norms(tmp_path: Path) -> None:
+    """`fc_norm` may stand at the top or in `eagle_config`; the norms of the taps are read, not started anew."""
+    norms: dict[str, Any] = {f"fc_norm__{i}__weight": torch.full((12,), float(i + 2)) for i in range(3)}
+    read = read_foreign(head(tmp_path, config={"eagle_config": {"fc_norm": True}, "norm_output": True}, **norms))
+    assert (read.config.fc_norm, read.config.norm_output, read.config.feature_norm) == (True, True, False)
+    assert [read.tensors[f"fc_norm.{i}.weight"][0].item() for i in range(3)] == [2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("kind", list(Format))
+def test_an_export_refuses_norms_that_its_reader_would_drop(kind: Format) -> None:
+    refuse_unrepresentable(kind, CONFIG, TARGET)
+    assert not {"fc_norm", "feature_norm", "norm_output"} & emit_config(kind, CONFIG, "bfloat16", 4, TARGET).keys()
+    for name in ("fc_norm", "norm_output", "feature_norm"):
+        config = CONFIG.model_copy(update={name: True})
+        if kind is Format.VLLM and name != "feature_norm":
+            refuse_unrepresentable(kind, config, TARGET)
+            assert emit_config(kind, config, "bfloat16", 4, TARGET)[name] is True
+            continue
+        with pytest.raises(UserError, match=f"{name} = true: .* does not apply this norm"):
+            refuse_unrepresentable(kind, config, TARGET)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from drafters.eagle3_ssd.checkpoint import LoadedDrafter, load_drafter
 from drafters.targets import Target, load_target
 from infer.config import Mode
-from infer.draft_model import DraftModel
+from infer.draft_model import DraftModel, TapFusion
 from infer.draft_plan import DraftPlan
 from infer.draft_state import Speculation
 from infer.draft_worker import DraftWorker
@@ -35,8 +36,19 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load_target(str(save_tiny_target(tmp_path_factory.mktemp("agreement") / "target")), "float32")
 
 
-def _loaded(target: Target, directory: Path, layers: int) -> LoadedDrafter:
-    return load_drafter(save_tiny_drafter(directory / "tiny-eagle3", target, layers), target.facts, target.embed_weight, torch.float32)
+class Shape(NamedTuple):
+    """Which drafter: its decoder layers, and the config switches that are set."""
+
+    layers: int
+    norms: tuple[str, ...] = ()
+
+
+SHAPES = [Shape(1), Shape(2), Shape(1, ("fc_norm", "feature_norm")), Shape(2, ("feature_norm",)), Shape(2, ("fc_norm", "norm_output"))]
+
+
+def _loaded(target: Target, directory: Path, shape: Shape) -> LoadedDrafter:
+    place = save_tiny_drafter(directory / "tiny-eagle3", target, shape.layers, norms=shape.norms)
+    return load_drafter(place, target.facts, target.embed_weight, torch.float32)
 
 
 def _worker(loaded: LoadedDrafter, refresh: int) -> DraftWorker:
@@ -57,12 +69,12 @@ def _features(hidden: int = 32) -> Tensor:
     return torch.randn(100, hidden, generator=torch.Generator().manual_seed(11))
 
 
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @torch.no_grad()
-def test_after_a_jit_round_serving_is_the_training_unroll_to_depth_2k(target: Target, tmp_path: Path, layers: int) -> None:
+def test_after_a_jit_round_serving_is_the_training_unroll_to_depth_2k(target: Target, tmp_path: Path, shape: Shape) -> None:
     """Depth 0..K-1 from the JIT steps, K+1..2K from the branch after full acceptance: `unroll` at the newest true slot."""
-    loaded = _loaded(target, tmp_path, layers)
-    reference = _loaded(target, tmp_path, layers).model
+    loaded = _loaded(target, tmp_path, shape)
+    reference = _loaded(target, tmp_path, shape).model
     features = _features()
     worker = _worker(loaded, refresh=0)
     tokens, speculation = _begin(worker, features)
@@ -86,13 +98,13 @@ def test_after_a_jit_round_serving_is_the_training_unroll_to_depth_2k(target: Ta
     assert drafted == [*speculation.tokens, *prepared.tokens_BK[branch]]
 
 
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("refresh", [0, 1, K])
 @torch.no_grad()
-def test_hits_in_a_row_and_a_miss_after_them_match_the_plain_twin(target: Target, tmp_path: Path, layers: int, refresh: int) -> None:
+def test_hits_in_a_row_and_a_miss_after_them_match_the_plain_twin(target: Target, tmp_path: Path, shape: Shape, refresh: int) -> None:
     """Each round: the served features equal a twin that evaluates slot by slot over exactly the keys that ssd.md allows."""
-    loaded = _loaded(target, tmp_path, layers)
-    plain = PlainDrafter(_loaded(target, tmp_path, layers).model)
+    loaded = _loaded(target, tmp_path, shape)
+    plain = PlainDrafter(_loaded(target, tmp_path, shape).model)
     worker, true_features = _worker(loaded, refresh), _features()
     tokens, speculation = _begin(worker, true_features)
     committed = list(tokens)
@@ -129,15 +141,15 @@ def test_hits_in_a_row_and_a_miss_after_them_match_the_plain_twin(target: Target
         speculation = current
 
 
-@pytest.mark.parametrize("layers", [1, 2, 4])
+@pytest.mark.parametrize("shape", [*SHAPES, Shape(4), Shape(4, ("fc_norm", "feature_norm"))], ids=str)
 @pytest.mark.parametrize(("forks", "refresh"), [((1, 2, K), 0), ((K, 1, 2), 0), ((2, 0, 1), 0), ((1, K, 2), 1)])
 @torch.no_grad()
 def test_after_hits_serving_is_the_training_replay(
-    target: Target, tmp_path: Path, layers: int, forks: tuple[int, int, int], refresh: int
+    target: Target, tmp_path: Path, shape: Shape, forks: tuple[int, int, int], refresh: int
 ) -> None:
     """Hits with forks[0] and forks[1] accepted: what each round drafts for its fork is what the replay of that round trains."""
-    loaded = _loaded(target, tmp_path, layers)
-    reference = _loaded(target, tmp_path, layers).model
+    loaded = _loaded(target, tmp_path, shape)
+    reference = _loaded(target, tmp_path, shape).model
     features = _features()
     worker = _worker(loaded, refresh)
     path, speculation = _begin(worker, features)
@@ -169,3 +181,11 @@ def test_after_hits_serving_is_the_training_replay(
         in_flight = worker.requests["r"].in_flight
         assert in_flight is not None
         speculation = in_flight
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@torch.no_grad()
+def test_the_targets_side_fuses_taps_as_training_does(target: Target, tmp_path: Path, shape: Shape) -> None:
+    model = _loaded(target, tmp_path, shape).model
+    taps = [torch.randn(1, 5, 32) * scale for scale in (0.1, 3.0, 20.0)]
+    _assert_close(TapFusion(model)(taps), model.fuse(torch.cat(taps, dim=-1)))
