@@ -16,6 +16,6 @@ if __name__ == "inspect":  # data/ itself is on the path, and somebody wants the
 
 if __name__ == "__main__":
     from data.inspection import main
-    from drafters.errors import run_command
+    from drafters.base.errors import run_command
 
     sys.exit(run_command(main))

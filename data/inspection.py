@@ -1,4 +1,6 @@
-"""What training would see of a data set: tokens and mask in colour, counts, what is left out, and overlap with measuring prompts."""
+"""What training would see of a data set: tokens and mask in colour, counts, what is left out, and overlap with
+measuring prompts.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from rich.text import Text
 from safetensors import safe_open
 
 from data.arguments import truth
-from data.conversations import Conversation, read_conversations
+from data.chat.conversations import Conversation, read_conversations
+from data.chat.messages import plain
+from data.chat.render import Example, Rendered, render_all
 from data.manifest import MANIFEST_NAME, check_files, provenance, read_manifest
-from data.messages import plain
 from data.prompts import PromptOverlap, overlap_by_prompt, read_prompts
-from data.render import Example, Rendered, render_all
+from drafters.base.errors import CommandParser, UserError
 from drafters.eagle3_ssd.vocab import VocabMap
-from drafters.errors import CommandParser, UserError
-from drafters.template import TemplateOptions
+from drafters.targets.template import TemplateOptions
 
 DESCRIPTION = """\
 Show what training would see of a data set: tokens of the first conversations with the loss mask in colour, counts, conversations
@@ -39,7 +41,9 @@ LISTED = 20  # lines of one kind, before the rest is only counted
 
 
 class Counts(NamedTuple):
-    """Figures of a data set. `kinds` counts conversations by what they have, `temperatures` by the one they were sampled at."""
+    """Figures of a data set. `kinds` counts conversations by what they have, `temperatures` by the one they were
+    sampled at.
+    """
 
     conversations: int
     truncated: int
@@ -57,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     conversations = [c for path in options.files for c in read_conversations(path, options.limit, rejected)]
     if not conversations:
         raise UserError(f"{', '.join(options.files)}: no row can be read; the first one: {rejected[0]}")
-    from drafters.targets import identify, load_tokenizer
+    from drafters.targets.target import identify, load_tokenizer
 
     tokenizer = load_tokenizer(options.target)
     console = Console(soft_wrap=True, highlight=False, markup=False)
@@ -77,19 +81,34 @@ def main(argv: Sequence[str]) -> int:
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser("python -m data.inspect", DESCRIPTION, EXAMPLES)
-    parser.add_argument("files", nargs="+", metavar="FILE", help=".jsonl, .json or .parquet files, directories of them, or hub names")
-    parser.add_argument("--target", required=True, metavar="T", help="directory, hub id, .gguf file or builtin:smollm2-135m")
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help=".jsonl, .json or .parquet files, directories of them, or hub names"
+    )
+    parser.add_argument(
+        "--target", required=True, metavar="T", help="directory, hub id, .gguf file or builtin:smollm2-135m"
+    )
     parser.add_argument("--show", type=int, default=3, metavar="N", help="print the tokens of N examples (default: 3)")
     parser.add_argument("--limit", type=int, metavar="N", help="read at most N rows of each FILE")
-    parser.add_argument("--row-length", type=int, default=512, metavar="N", help="tokens after which training cuts (default: 512)")
-    parser.add_argument("--enable-thinking", type=truth, metavar="BOOL", help="for chat templates that know it, such as Qwen3's")
+    parser.add_argument(
+        "--row-length", type=int, default=512, metavar="N", help="tokens after which training cuts (default: 512)"
+    )
+    parser.add_argument(
+        "--enable-thinking", type=truth, metavar="BOOL", help="for chat templates that know it, such as Qwen3's"
+    )
     parser.add_argument("--tools", metavar="FILE", help="JSON list of tools for conversations that name none")
-    parser.add_argument("--draft-vocab-size", type=int, metavar="N", help="show the coverage of a draft vocabulary of this size too")
+    parser.add_argument(
+        "--draft-vocab-size", type=int, metavar="N", help="show the coverage of a draft vocabulary of this size too"
+    )
     parser.add_argument("--drafter", metavar="DIR", help="show what the vocabulary of this drafter covers")
     parser.add_argument(
-        "--probe", type=int, metavar="N", help="run the target over N conversations of each temperature: did it write them itself?"
+        "--probe",
+        type=int,
+        metavar="N",
+        help="run the target over N conversations of each temperature: did it write them itself?",
     )
-    parser.add_argument("--against", nargs="+", metavar="FILE", help="prompts to measure on, which the data must not hold")
+    parser.add_argument(
+        "--against", nargs="+", metavar="FILE", help="prompts to measure on, which the data must not hold"
+    )
     return parser.parse_intermixed_args(argv)
 
 
@@ -98,7 +117,9 @@ def coloured(example: Example, tokenizer: Any) -> Text:
     text, turn = Text(), 0
     for number, (piece, of_turn) in enumerate(_pieces(example, tokenizer)):
         if of_turn != turn:
-            text.append(f"<{turn}]" if turn else "", style="magenta").append(f"[{of_turn}>" if of_turn else "", style="magenta")
+            text.append(f"<{turn}]" if turn else "", style="magenta").append(
+                f"[{of_turn}>" if of_turn else "", style="magenta"
+            )
             turn = of_turn
         text.append(piece, style=SHADES[of_turn > 0][number % 2])
     return text.append(f"<{turn}]" if turn else "", style="magenta")
@@ -125,14 +146,18 @@ def count(conversations: Sequence[Conversation]) -> Counts:
             "a system message": any(message["role"] == "system" for message in conversation.messages),
             "several answers": len(answers) > 1,
             "tools": bool(conversation.tools) or any(message.get("tool_calls") for message in answers),
-            "thinking": any(not plain(m) and m.get("reasoning_content") or "</think>" in m["content"] for m in answers),
+            "thinking": any(
+                not plain(m) and m.get("reasoning_content") or "</think>" in m["content"] for m in answers
+            ),
         }
         kinds.update(kind for kind, there in has.items() if there)
         temperatures["unknown" if conversation.temperature is None else f"{conversation.temperature:g}"] += 1
     return Counts(
         conversations=len(conversations),
         truncated=sum(conversation.truncated for conversation in conversations),
-        answers=sum(message["role"] == "assistant" for conversation in conversations for message in conversation.messages),
+        answers=sum(
+            message["role"] == "assistant" for conversation in conversations for message in conversation.messages
+        ),
         kinds=dict(kinds),
         temperatures=dict(sorted(temperatures.items())),
     )
@@ -147,13 +172,21 @@ def show_counts(console: Console, counts: Counts, rendered: Rendered) -> None:
     rows = [
         ("conversations", f"{counts.conversations}, {len(rendered.rejected)} of them left out"),
         ("with", ", ".join(f"{kind}: {number}" for kind, number in counts.kinds.items()) or "one plain answer each"),
-        ("truncated", f"{counts.truncated} ({counts.truncated / counts.conversations:.1%}): the last answer has no end"),
-        ("temperatures", ", ".join(f"{heat}: {number / counts.conversations:.1%}" for heat, number in counts.temperatures.items())),
+        (
+            "truncated",
+            f"{counts.truncated} ({counts.truncated / counts.conversations:.1%}): the last answer has no end",
+        ),
+        (
+            "temperatures",
+            ", ".join(f"{heat}: {number / counts.conversations:.1%}" for heat, number in counts.temperatures.items()),
+        ),
         ("examples", f"{len(rendered.examples)}, with {turns} of {counts.answers} answers"),
     ]
     if lengths:
         middle, high = lengths[len(lengths) // 2], lengths[len(lengths) * 95 // 100]
-        rows.append(("tokens", f"{sum(lengths)}; of an example: median {middle}, 95 % below {high}, longest {lengths[-1]}"))
+        rows.append(
+            ("tokens", f"{sum(lengths)}; of an example: median {middle}, 95 % below {high}, longest {lengths[-1]}")
+        )
         rows.append(("learnt from", f"{supervised} tokens ({supervised / sum(lengths):.1%})"))
     for row in rows:
         table.add_row(*row)
@@ -170,14 +203,21 @@ def show_list(console: Console, title: str, lines: Sequence[str]) -> None:
 
 
 def show_coverage(console: Console, examples: Sequence[Example], vocab_size: int, options: argparse.Namespace) -> None:
-    """What share of the supervised tokens a draft vocabulary of the most frequent ones holds, by its size, and that of a drafter."""
-    tokens = [token for example in examples for token, turn in zip(example.token_ids, example.turn_ids, strict=True) if turn]
+    """What share of the supervised tokens a draft vocabulary of the most frequent ones holds, by its size, and that of
+    a drafter.
+    """
+    tokens = [
+        token for example in examples for token, turn in zip(example.token_ids, example.turn_ids, strict=True) if turn
+    ]
     if not tokens:
         return
     counts = torch.bincount(torch.tensor(tokens), minlength=vocab_size)
     sizes = sorted({size for size in (*VOCABULARY_SIZES, options.draft_vocab_size or 0) if 0 < size < len(counts)})
     shares = [f"{size}: {VocabMap.by_frequency(counts, size).coverage(counts):.2%}" for size in sizes]
-    console.print(f"\ndraft vocabulary: {int((counts > 0).sum())} different tokens are learnt from; a vocabulary of", style="bold")
+    console.print(
+        f"\ndraft vocabulary: {int((counts > 0).sum())} different tokens are learnt from; a vocabulary of",
+        style="bold",
+    )
     console.print(f"  {', '.join(shares)} of them all")
     if options.drafter:
         vocab = _vocabulary_of(Path(options.drafter), vocab_size)
@@ -194,10 +234,12 @@ def _vocabulary_of(drafter: Path, vocab_size: int) -> VocabMap:
         return VocabMap.from_offsets(tensors.get_tensor("d2t"), vocab_size)
 
 
-def show_probe(console: Console, options: argparse.Namespace, conversations: Sequence[Conversation], template: TemplateOptions) -> None:
+def show_probe(
+    console: Console, options: argparse.Namespace, conversations: Sequence[Conversation], template: TemplateOptions
+) -> None:
     """How many answer tokens are the target's own choice, by the temperature that they were sampled at."""
     from data.probe import FOREIGN, agreement
-    from drafters.targets import load_target
+    from drafters.targets.target import load_target
 
     target = load_target(options.target)
     console.print("\nanswer tokens that are the target's own choice", style="bold")
@@ -212,7 +254,10 @@ def show_probe(console: Console, options: argparse.Namespace, conversations: Seq
 def show_overlap(console: Console, found: Sequence[PromptOverlap], num_prompts: int) -> int:
     """Which measuring prompts the data hold. Returns the exit status."""
     exact = sum(overlap.exact for overlap in found)
-    console.print(f"\noverlap: {len(found)} of {num_prompts} prompts share eight words in a row, {exact} stand there whole", style="bold")
+    console.print(
+        f"\noverlap: {len(found)} of {num_prompts} prompts share eight words in a row, {exact} stand there whole",
+        style="bold",
+    )
     for overlap in found[:LISTED]:
         share = "whole" if overlap.exact else f"{overlap.share:.0%} of its runs of eight"
         console.print(f"  {overlap.prompt_id} ({share}) at {overlap.source}: {overlap.words!r}")

@@ -14,16 +14,18 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from drafters.errors import UserError
-from drafters.settings import Settings, build_settings
-from drafters.target_files import TargetIdentity
-from drafters.template import TemplateOptions, differences
+from drafters.base.errors import UserError
+from drafters.base.settings import Settings, build_settings
+from drafters.targets.files import TargetIdentity
+from drafters.targets.template import TemplateOptions, differences
 
 MANIFEST_NAME = "manifest.json"
 
 
 class Sampling(Settings):
-    """How the target was sampled. Several temperatures mean a mix; 0 is greedy. `top_k` and `top_p` are None when not cut."""
+    """How the target was sampled. Several temperatures mean a mix; 0 is greedy. `top_k` and `top_p` are None when not
+    cut.
+    """
 
     temperatures: tuple[float, ...]
     max_new_tokens: int
@@ -42,7 +44,8 @@ class Run(Settings):
 class Manifest(Settings):
     """The record of a data set. `files` maps file names, relative to the manifest's directory, to their SHA-256.
 
-    A corpus grown by several runs names each in `runs`; `seed` is then the first one's, `sampling` what covers them all.
+    A corpus grown by several runs names each in `runs`; `seed` is then the first one's, `sampling` what covers them
+    all.
     """
 
     version: Literal[1] = 1
@@ -77,7 +80,9 @@ def write_manifest(directory: Path, manifest: Manifest) -> Path:
     """Write `directory/manifest.json` beside its final name and rename it, so that a reader never sees half of it."""
     final = directory / MANIFEST_NAME
     partial = directory / f".{MANIFEST_NAME}.{os.getpid()}"
-    partial.write_text(json.dumps(manifest.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.write_text(
+        json.dumps(manifest.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     os.replace(partial, final)
     return final
 
@@ -90,18 +95,24 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}): generate the data set again or restore the file") from error
+        raise UserError(
+            f"{path} is not valid JSON ({error}): generate the data set again or restore the file"
+        ) from error
     if not isinstance(content, dict):
         raise UserError(f"{path} has to hold one JSON object, not a {type(content).__name__}")
     return build_settings(Manifest, content, where=str(path))
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
-    """Compare the data files with their checksums. Raises `UserError` naming the first one that is missing or has changed."""
+    """Compare the data files with their checksums. Raises `UserError` naming the first one that is missing or has
+    changed.
+    """
     for name, expected in manifest.files.items():
         path = directory / name
         if not path.is_file():
-            raise UserError(f"{path} is missing though {MANIFEST_NAME} lists it: restore it or generate the data set again")
+            raise UserError(
+                f"{path} is missing though {MANIFEST_NAME} lists it: restore it or generate the data set again"
+            )
         found = sha256_of(path)
         if found != expected:
             raise UserError(
@@ -110,14 +121,18 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 
 
 def provenance(paths: Sequence[str], name: str, target: TargetIdentity, options: TemplateOptions) -> list[str]:
-    """What speaks against learning from the data sets `paths` for the target `name`: one line for each thing that does not fit.
+    """What speaks against learning from the data sets `paths` for the target `name`: one line for each thing that does
+    not fit.
 
-    A drafter that learns from another model's words, or from another thinking mode, drafts badly, and no loss shows it.
+    A drafter that learns from another model's words, or from another thinking mode, drafts badly, and no loss shows
+    it.
     """
     lines = []
     for path in paths:
         if not (Path(path) / MANIFEST_NAME).is_file():
-            lines.append(f"{path} has no {MANIFEST_NAME}: make sure that {name} itself wrote its answers (python -m data.synthesize)")
+            lines.append(
+                f"{path} has no {MANIFEST_NAME}: make sure that {name} itself wrote its answers (python -m data.synthesize)"
+            )
             continue
         manifest = read_manifest(Path(path))
         for what, made, asked in (

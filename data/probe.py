@@ -1,7 +1,8 @@
 """Did this target write that text? How many answer tokens are the ones it would have chosen itself.
 
-Greedy answers of the target reach all but a few near-ties of rounding; answers sampled at temperature 0.8 usually 0.7 to 0.9. Text of
-another model, or of another thinking mode, stays well below, and a drafter that learns from it drafts badly.
+Greedy answers of the target reach all but a few near-ties of rounding; answers sampled at temperature 0.8 usually 0.7
+to 0.9. Text of another model, or of another thinking mode, stays well below, and a drafter that learns from it drafts
+badly.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from data.render import Example
-from drafters.targets import Target, tap_features
+from data.chat.render import Example
+from drafters.targets.target import Target, tap_features
 
 FOREIGN = 0.6  # below that share the target has hardly written the text
 POSITIONS = 512  # whose logits are made at once
@@ -27,7 +28,9 @@ class Agreement(NamedTuple):
 
 @torch.inference_mode()
 def agreement(target: Target, examples: Sequence[Example]) -> Agreement:
-    """Teacher-forced: the target reads each example, and its argmax before every answer token is compared with that token."""
+    """Teacher-forced: the target reads each example, and its argmax before every answer token is compared with that
+    token.
+    """
     total = right = 0
     for example in examples:
         ids_BT = torch.tensor([example.token_ids], device=target.device)

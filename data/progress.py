@@ -28,7 +28,9 @@ class Meter:
             self.bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.bar:
             self.bar.stop()
         elif self.done > self.first:
@@ -49,4 +51,8 @@ class Meter:
         left = int(max(0, self.total - self.done) / speed) if speed else 0
         clock = f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left"
         share = self.done / max(1, self.total)
-        print(f"{self.name}: {self.done} of {self.total} ({share:.0%}), {speed:.1f} a second, {clock}", file=sys.stderr, flush=True)
+        print(
+            f"{self.name}: {self.done} of {self.total} ({share:.0%}), {speed:.1f} a second, {clock}",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,4 +1,6 @@
-"""Prompts to measure on: read as an even mix of several files, and checked against the corpus a drafter was trained on."""
+"""Prompts to measure on: read as an even mix of several files, and checked against the corpus a drafter was trained
+on.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-from data.conversations import Conversation, DataError, Message, read_conversations
+from data.chat.conversations import Conversation, DataError, Message, read_conversations
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +35,8 @@ class Overlap(NamedTuple):
 def read_prompts(paths: Sequence[str | Path], num_prompts: int | None = None) -> list[Prompt]:
     """Read prompts from files of `messages` or `prompt` rows, in turns from each file, so that any number is a mix.
 
-    Answers at the end of a row are left out. Where fewer than `num_prompts` exist, all are taken and a warning says how many.
-    Raises `DataError` for a row with nothing to answer, and for an id that stands twice.
+    Answers at the end of a row are left out. Where fewer than `num_prompts` exist, all are taken and a warning says
+    how many. Raises `DataError` for a row with nothing to answer, and for an id that stands twice.
     """
     if not paths:
         raise DataError("no prompt files: give at least one .jsonl file with 'messages' or 'prompt' rows")
@@ -49,7 +51,9 @@ def read_prompts(paths: Sequence[str | Path], num_prompts: int | None = None) ->
 
 
 class PromptOverlap(NamedTuple):
-    """What a corpus holds of one prompt: whether a whole message of it, the share of its runs of `n` words, and the first of these."""
+    """What a corpus holds of one prompt: whether a whole message of it, the share of its runs of `n` words, and the
+    first of these.
+    """
 
     prompt_id: str
     exact: bool
@@ -75,10 +79,11 @@ def overlap_by_prompt(prompts: Sequence[Prompt], corpus: Sequence[Conversation],
 
 
 def overlap(prompts: Iterable[Prompt], corpus: Iterable[Conversation], n: int = 8) -> list[Overlap]:
-    """The prompts that the corpus asks too: those which share `n` words in a row with what is said to the assistant there.
+    """The prompts that the corpus asks too: those which share `n` words in a row with what is said to the assistant
+    there.
 
-    Case and punctuation do not count. A prompt message of fewer than `n` words has to equal a whole message of the corpus.
-    One finding for each prompt, the first; an empty list means that none is in the corpus.
+    Case and punctuation do not count. A prompt message of fewer than `n` words has to equal a whole message of the
+    corpus. One finding for each prompt, the first; an empty list means that none is in the corpus.
     """
     first: dict[str, Overlap] = {}
     for finding in shared_runs(prompts, corpus, n):
@@ -87,7 +92,9 @@ def overlap(prompts: Iterable[Prompt], corpus: Iterable[Conversation], n: int = 
 
 
 def shared_runs(prompts: Iterable[Prompt], corpus: Iterable[Conversation], n: int = 8) -> Iterator[Overlap]:
-    """Every run of `n` words that a conversation of the corpus shares with a prompt, in the corpus' order (see `overlap`)."""
+    """Every run of `n` words that a conversation of the corpus shares with a prompt, in the corpus' order (see
+    `overlap`).
+    """
     owners: dict[tuple[str, ...], list[str]] = {}
     for prompt in prompts:
         for gram in chain.from_iterable(_grams(text, n) for text in _questions(prompt.messages)):
@@ -129,5 +136,7 @@ def _refuse_duplicates(conversations: Iterable[Conversation]) -> None:
     for conversation in conversations:
         if conversation.id in sources:
             first = sources[conversation.id]
-            raise DataError(f"{conversation.source}: the id {conversation.id!r} stands at {first} already: give each prompt its own id")
+            raise DataError(
+                f"{conversation.source}: the id {conversation.id!r} stands at {first} already: give each prompt its own id"
+            )
         sources[conversation.id] = conversation.source

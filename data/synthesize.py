@@ -1,6 +1,7 @@
 """Write a training corpus with the target itself: it writes (or completes) user turns, then answers them.
 
-Interrupted runs go on where they stopped: each finished piece is a line in OUT/work/, and every draw is keyed by seed and row.
+Interrupted runs go on where they stopped: each finished piece is a line in OUT/work/, and every draw is keyed by seed
+and row.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from data.answer_loop import write_answers
 from data.arguments import truth
-from data.conversations import Conversation, DataError, read_conversations
+from data.chat.conversations import Conversation, DataError, read_conversations
 from data.progress import Meter
 from data.prompts import read_prompts
-from data.seeds import opening
-from data.talks import Plan, draw_seed
-from data.work import RunSettings, begin, mark_complete, mend
-from drafters.errors import CommandParser, UserError, run_command
-from drafters.target_files import TargetIdentity
-from drafters.template import TemplateOptions
+from data.synthesis.answer_loop import write_answers
+from data.synthesis.seeds import opening
+from data.synthesis.talks import Plan, draw_seed
+from data.synthesis.work import RunSettings, begin, mark_complete, mend
+from drafters.base.errors import CommandParser, UserError, run_command
+from drafters.targets.files import TargetIdentity
+from drafters.targets.template import TemplateOptions
 
 DESCRIPTION = """\
 Write a training corpus with the target itself: it writes user turns, or takes the conversations of --prompts, and answers them.
@@ -60,8 +61,10 @@ def main(argv: Sequence[str]) -> int:
     measuring = read_prompts(options.exclude) if options.exclude else []
     if options.merge:
         return _merge(options, measuring)
-    chats = _read_chats(options.prompts) if options.prompts else None  # mistakes in files come before the target is loaded
-    from drafters.targets import identify
+    chats = (
+        _read_chats(options.prompts) if options.prompts else None
+    )  # mistakes in files come before the target is loaded
+    from drafters.targets.target import identify
 
     work = Path(options.out) / "work"
     goal = options.response_tokens and options.response_tokens // options.count
@@ -70,7 +73,9 @@ def main(argv: Sequence[str]) -> int:
     mark_complete(work, options.index, False)
     with _sigterm_interrupts():
         answerer, target = _answerer(options, template)
-        plans = _plans(options, chats) if chats is not None else _write_prompts(options, target, answerer.generator, work)
+        plans = (
+            _plans(options, chats) if chats is not None else _write_prompts(options, target, answerer.generator, work)
+        )
         write_answers(work, options.index, answerer, plans, goal, options.seed, print)
     mark_complete(work, options.index, True)
     if options.count == 1:
@@ -81,35 +86,84 @@ def main(argv: Sequence[str]) -> int:
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser("python -m data.synthesize", DESCRIPTION, EXAMPLES)
-    parser.add_argument("--target", required=True, metavar="T", help="directory, hub id, .gguf file or builtin:smollm2-135m")
-    parser.add_argument("--out", required=True, metavar="DIR", help="directory of the corpus, made where it is missing")
-    parser.add_argument("--prompts", nargs="+", metavar="FILE", help="conversations to answer (default: the target writes its own prompts)")
     parser.add_argument(
-        "--response-tokens", type=int, metavar="N", help=f"stop after N answer tokens (default: {RESPONSE_TOKENS}; with --prompts, all)"
+        "--target", required=True, metavar="T", help="directory, hub id, .gguf file or builtin:smollm2-135m"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer, in tokens (default: 256)")
-    parser.add_argument("--max-prompt-tokens", type=int, default=512, metavar="N", help="leave out longer prompts (default: 512)")
     parser.add_argument(
-        "--prompt-temperature", type=float, default=0.8, metavar="X", help="at which the target writes user turns (default: 0.8)"
+        "--out", required=True, metavar="DIR", help="directory of the corpus, made where it is missing"
     )
-    parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="requests decoded together (default: 64)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the choice of prompts and of the sampling (default: 0)")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float16"), help="of the target (default: bfloat16)")
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        metavar="FILE",
+        help="conversations to answer (default: the target writes its own prompts)",
+    )
+    parser.add_argument(
+        "--response-tokens",
+        type=int,
+        metavar="N",
+        help=f"stop after N answer tokens (default: {RESPONSE_TOKENS}; with --prompts, all)",
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="longest answer, in tokens (default: 256)"
+    )
+    parser.add_argument(
+        "--max-prompt-tokens", type=int, default=512, metavar="N", help="leave out longer prompts (default: 512)"
+    )
+    parser.add_argument(
+        "--prompt-temperature",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="at which the target writes user turns (default: 0.8)",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=64, metavar="N", help="requests decoded together (default: 64)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="of the choice of prompts and of the sampling (default: 0)"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float32", "float16"),
+        help="of the target (default: bfloat16)",
+    )
     parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
-    parser.add_argument("--enable-thinking", type=truth, metavar="BOOL", help="for chat templates that know it, such as Qwen3's")
+    parser.add_argument(
+        "--enable-thinking", type=truth, metavar="BOOL", help="for chat templates that know it, such as Qwen3's"
+    )
     parser.add_argument("--tools", metavar="FILE", help="JSON list of tools for conversations that name none")
-    parser.add_argument("--server", metavar="URL", help="let an OpenAI-compatible server answer; needs --prompts and --model")
+    parser.add_argument(
+        "--server", metavar="URL", help="let an OpenAI-compatible server answer; needs --prompts and --model"
+    )
     parser.add_argument("--model", metavar="NAME", help="the target's name at the server")
-    parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests under way at the server (default: 32)")
+    parser.add_argument(
+        "--concurrency", type=int, default=32, metavar="N", help="requests under way at the server (default: 32)"
+    )
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the server's key")
-    parser.add_argument("--shard", default="0/1", metavar="I/N", help="write the I-th of N parts, I from 0; then --merge (default: 0/1)")
+    parser.add_argument(
+        "--shard",
+        default="0/1",
+        metavar="I/N",
+        help="write the I-th of N parts, I from 0; then --merge (default: 0/1)",
+    )
     parser.add_argument("--merge", action="store_true", help="only put together what the shards wrote")
     parser.add_argument(
-        "--from", nargs="+", dest="sources", metavar="DIR", help="with --merge: OUT directories of runs, or corpora (default: --out)"
+        "--from",
+        nargs="+",
+        dest="sources",
+        metavar="DIR",
+        help="with --merge: OUT directories of runs, or corpora (default: --out)",
     )
-    parser.add_argument("--incomplete", action="store_true", help="with --merge: take what is there where shards are not complete")
     parser.add_argument(
-        "--exclude", nargs="+", metavar="FILE", help="prompts to measure on: what shares eight words with one is left out of the corpus"
+        "--incomplete", action="store_true", help="with --merge: take what is there where shards are not complete"
+    )
+    parser.add_argument(
+        "--exclude",
+        nargs="+",
+        metavar="FILE",
+        help="prompts to measure on: what shares eight words with one is left out of the corpus",
     )
     return _checked(parser.parse_args(argv))
 
@@ -126,7 +180,9 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
         options.response_tokens = RESPONSE_TOKENS
     if options.server and not (options.prompts and options.model):
         missing = "--model NAME" if options.prompts else "--prompts FILE"
-        raise UserError(f"--server needs {missing}: a server answers conversations that are given, as the model of that name")
+        raise UserError(
+            f"--server needs {missing}: a server answers conversations that are given, as the model of that name"
+        )
     if options.api_key_env and options.api_key_env not in os.environ:
         raise UserError(f"--api-key-env {options.api_key_env}: there is no such environment variable")
     return options
@@ -138,13 +194,18 @@ def _read_chats(paths: Sequence[str]) -> list[Conversation]:
     sources: dict[str, str] = {}
     for chat in chats:
         if chat.id in sources:
-            raise DataError(f"{chat.source}: the id {chat.id!r} stands at {sources[chat.id]} already: give each conversation its own id")
+            raise DataError(
+                f"{chat.source}: the id {chat.id!r} stands at {sources[chat.id]} already: give each conversation its own id"
+            )
         sources[chat.id] = chat.source
     return chats
 
 
 def _settings(
-    options: argparse.Namespace, target: TargetIdentity, template: TemplateOptions, chats: Sequence[Conversation] | None
+    options: argparse.Namespace,
+    target: TargetIdentity,
+    template: TemplateOptions,
+    chats: Sequence[Conversation] | None,
 ) -> RunSettings:
     given = [(chat.id, chat.messages, chat.tools) for chat in chats or ()]
     return RunSettings(
@@ -161,7 +222,9 @@ def _settings(
         max_prompt_tokens=options.max_prompt_tokens,
         dtype=options.dtype,
         prompts=hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16] if chats is not None else "",
-        prompt_source="files: " + ", ".join(options.prompts) if options.prompts else "self-prompted (data.seeds)",
+        prompt_source="files: " + ", ".join(options.prompts)
+        if options.prompts
+        else "self-prompted (data.synthesis.seeds)",
         shards=options.count,
     )
 
@@ -169,17 +232,19 @@ def _settings(
 def _answerer(options: argparse.Namespace, template: TemplateOptions) -> tuple[Any, Any]:
     """Who answers, and the target where it is this process."""
     if options.server:
-        from data.server_answers import ServerAnswerer
+        from data.synthesis.server_answers import ServerAnswerer
 
         key = os.environ[options.api_key_env] if options.api_key_env else None
-        server = ServerAnswerer(options.server, options.model, options.max_new_tokens, options.concurrency, template, key)
+        server = ServerAnswerer(
+            options.server, options.model, options.max_new_tokens, options.concurrency, template, key
+        )
         server.check()
         return server, None
     import torch
 
-    from data.answerers import TargetAnswerer
-    from data.batch_generate import BatchGenerator
-    from drafters.targets import load_target
+    from data.synthesis.answerers import TargetAnswerer
+    from data.synthesis.batch_generate import BatchGenerator
+    from drafters.targets.target import load_target
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -195,8 +260,8 @@ def _plans(options: argparse.Namespace, chats: Sequence[Conversation]) -> list[P
 
 
 def _write_prompts(options: argparse.Namespace, target: Any, generator: Any, work: Path) -> list[Plan]:
-    """All user turns of this shard: drawn from `data.seeds`, completed by the target."""
-    from data.batch_generate import Ask
+    """All user turns of this shard: drawn from `data.synthesis.seeds`, completed by the target."""
+    from data.synthesis.batch_generate import Ask
 
     share = options.response_tokens // options.count
     drawn = {}
@@ -206,7 +271,11 @@ def _write_prompts(options: argparse.Namespace, target: Any, generator: Any, wor
     done = {line["key"]: line for line in mend(file)}
     asks = [
         Ask(
-            key, _user_turn(target.tokenizer, o.text), options.prompt_temperature, MAX_PROMPT_TOKENS, draw_seed(options.seed, key, "prompt")
+            key,
+            _user_turn(target.tokenizer, o.text),
+            options.prompt_temperature,
+            MAX_PROMPT_TOKENS,
+            draw_seed(options.seed, key, "prompt"),
         )
         for key, o in drawn.items()
         if o.continues and key not in done
@@ -227,8 +296,8 @@ def _write_prompts(options: argparse.Namespace, target: Any, generator: Any, wor
 
 def _merge(options: argparse.Namespace, measuring: Sequence[Any]) -> int:
     """Put the rows of the directories `--from` into OUT/*.parquet with a manifest."""
-    from data.merge import merge
-    from drafters.targets import identify
+    from data.synthesis.merge import merge
+    from drafters.targets.target import identify
 
     out = Path(options.out)
     sources = [Path(path) for path in options.sources or [out]]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drafters.base.errors import CommandParser, UserError, run_command
 from drafters.eagle3_ssd.formats import (
     FIRST_LAYER,
     READERS,
@@ -21,7 +22,6 @@ from drafters.eagle3_ssd.formats import (
     refuse_unrepresentable,
     rename_first_layer,
 )
-from drafters.errors import CommandParser, UserError, run_command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from drafters.eagle3_ssd.card import DrafterCard
     from drafters.eagle3_ssd.formats_import import ForeignDrafter
     from drafters.probe import Agreement
-    from drafters.targets import Target
+    from drafters.targets.target import Target
 
 PROMPTS = Path(__file__).resolve().parents[1] / "data" / "prompts"
-EMBEDDING_NAMES = tuple(f"{prefix}embed_tokens.weight" for prefix in ("model.", "model.language_model.", "language_model.model."))
+EMBEDDING_NAMES = tuple(
+    f"{prefix}embed_tokens.weight" for prefix in ("model.", "model.language_model.", "language_model.model.")
+)
 USUAL_DEPTH, USUAL_LENGTH = 7, 2048  # of EAGLE-3's public heads, which do not state them
 DESCRIPTION = "Import EAGLE-3 heads that other projects trained, and export drafters to the engines that read them."
 EXAMPLES = """\
@@ -61,20 +63,44 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options; `action` is import or export."""
     parser = CommandParser("python -m drafters.convert", DESCRIPTION, EXAMPLES)
     actions = parser.add_subparsers(dest="action", required=True, metavar="import|export")
-    taking_in: Any = actions.add_parser("import", description=IMPORT_DESCRIPTION, examples=EXAMPLES, help="read a head of another project")
-    taking_in.add_argument("source", metavar="SOURCE", help="directory with config.json and .safetensors or .bin files, or a hub id")
+    taking_in: Any = actions.add_parser(
+        "import", description=IMPORT_DESCRIPTION, examples=EXAMPLES, help="read a head of another project"
+    )
+    taking_in.add_argument(
+        "source", metavar="SOURCE", help="directory with config.json and .safetensors or .bin files, or a hub id"
+    )
     taking_in.add_argument("--out", required=True, metavar="DIR", help="drafter directory to write; must not exist")
-    taking_in.add_argument("--target", metavar="T", help="the head's target: a directory, hub id, .gguf file or builtin:smollm2-135m")
-    taking_in.add_argument("--taps", type=int, nargs=3, metavar="I", help="tap layers, as indices into hidden_states (input of layer I)")
-    taking_in.add_argument("--target-layers", type=int, metavar="N", help="layers of the target, for default taps without --target")
+    taking_in.add_argument(
+        "--target", metavar="T", help="the head's target: a directory, hub id, .gguf file or builtin:smollm2-135m"
+    )
+    taking_in.add_argument(
+        "--taps", type=int, nargs=3, metavar="I", help="tap layers, as indices into hidden_states (input of layer I)"
+    )
+    taking_in.add_argument(
+        "--target-layers", type=int, metavar="N", help="layers of the target, for default taps without --target"
+    )
     depth, length = "steps it was unrolled in training", "tokens of the longest text it was trained on"
-    taking_in.add_argument("--trained-depth", type=int, default=USUAL_DEPTH, metavar="D", help=f"{depth} (default: {USUAL_DEPTH})")
-    taking_in.add_argument("--trained-length", type=int, default=USUAL_LENGTH, metavar="N", help=f"{length} (default: {USUAL_LENGTH})")
-    taking_in.add_argument("--prompts", nargs="+", metavar="FILE", help="JSONL files of chats for the probe (default: data/prompts)")
-    taking_in.add_argument("--num-prompts", type=int, default=6, metavar="N", help="prompts of the probe; 0 leaves it out (default: 6)")
-    taking_in.add_argument("--new-tokens", type=int, default=32, metavar="N", help="tokens the target writes for each (default: 32)")
-    taking_in.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float16"), help="of the probe")
-    giving_out: Any = actions.add_parser("export", description=EXPORT_DESCRIPTION, examples=EXAMPLES, help="write a drafter for an engine")
+    taking_in.add_argument(
+        "--trained-depth", type=int, default=USUAL_DEPTH, metavar="D", help=f"{depth} (default: {USUAL_DEPTH})"
+    )
+    taking_in.add_argument(
+        "--trained-length", type=int, default=USUAL_LENGTH, metavar="N", help=f"{length} (default: {USUAL_LENGTH})"
+    )
+    taking_in.add_argument(
+        "--prompts", nargs="+", metavar="FILE", help="JSONL files of chats for the probe (default: data/prompts)"
+    )
+    taking_in.add_argument(
+        "--num-prompts", type=int, default=6, metavar="N", help="prompts of the probe; 0 leaves it out (default: 6)"
+    )
+    taking_in.add_argument(
+        "--new-tokens", type=int, default=32, metavar="N", help="tokens the target writes for each (default: 32)"
+    )
+    taking_in.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float32", "float16"), help="of the probe"
+    )
+    giving_out: Any = actions.add_parser(
+        "export", description=EXPORT_DESCRIPTION, examples=EXAMPLES, help="write a drafter for an engine"
+    )
     giving_out.add_argument("drafter", metavar="DRAFTER", help="drafter directory")
     giving_out.add_argument("--to", required=True, choices=[kind.value for kind in Format], help="format to write")
     giving_out.add_argument("--out", required=True, metavar="DIR", help="directory to write; must not exist")
@@ -93,7 +119,7 @@ def import_head(options: argparse.Namespace) -> int:
     from drafters.eagle3_ssd.config import to_config_json
     from drafters.eagle3_ssd.formats_import import read_foreign
     from drafters.probe import probe
-    from drafters.targets import DTYPES, load_target
+    from drafters.targets.target import DTYPES, load_target
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layers = options.target_layers or (_target_numbers(options.target).num_hidden_layers if options.target else None)
@@ -125,7 +151,9 @@ def export_drafter(options: argparse.Namespace) -> int:
 
     kind = Format(options.to)
     if kind is Format.SSD and "eagle" not in Path(options.out).name.lower():
-        raise UserError(f"--out {options.out}: the SSD reference engine knows EAGLE drafters by 'eagle' in the directory's name")
+        raise UserError(
+            f"--out {options.out}: the SSD reference engine knows EAGLE drafters by 'eagle' in the directory's name"
+        )
     files = read_files(options.drafter)
     target = _target_numbers(options.target) if options.target else None
     refuse_unrepresentable(kind, files.config, target)
@@ -136,11 +164,15 @@ def export_drafter(options: argparse.Namespace) -> int:
     elif EMBEDDINGS not in tensors:
         if not options.target:
             named = files.card.target
-            raise UserError(f"{options.drafter} leaves the embeddings to its target, {kind} files hold them: add --target {named}")
+            raise UserError(
+                f"{options.drafter} leaves the embeddings to its target, {kind} files hold them: add --target {named}"
+            )
         embeddings = _target_embeddings(options.target)
         wanted = (files.config.vocab_size, files.config.hidden_size)
         if tuple(embeddings.shape) != wanted:
-            raise UserError(f"--target {options.target}: embeddings of shape {tuple(embeddings.shape)}, the drafter wants {wanted}")
+            raise UserError(
+                f"--target {options.target}: embeddings of shape {tuple(embeddings.shape)}, the drafter wants {wanted}"
+            )
         tensors[EMBEDDINGS] = embeddings.to(tensors["fc.weight"].dtype)
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     content = emit_config(kind, files.config, dtype, files.card.lookahead, target)
@@ -181,7 +213,9 @@ def _settle_embeddings(tensors: dict[str, Tensor], target: Target | None, hidden
     own, theirs = tensors.get(EMBEDDINGS), target.embed_weight.cpu()
     if own is None:
         if theirs.shape[1] != hidden_size:
-            raise UserError(f"the head has no {EMBEDDINGS} and hidden_size {hidden_size}, the target's is {theirs.shape[1]}: nothing fits")
+            raise UserError(
+                f"the head has no {EMBEDDINGS} and hidden_size {hidden_size}, the target's is {theirs.shape[1]}: nothing fits"
+            )
         return []
     if own.shape == theirs.shape and torch.equal(own.to(theirs.dtype), theirs):
         del tensors[EMBEDDINGS]
@@ -201,7 +235,9 @@ def _show_probe(found: Sequence[Agreement], num_prompts: int) -> list[str]:
     """Print the table; returns the warnings."""
     from drafters.probe import DEPTHS, judge
 
-    print(f"probe: {num_prompts} prompts, {found[0].num_tokens} tokens of the target's answers; share on which the drafter agrees")
+    print(
+        f"probe: {num_prompts} prompts, {found[0].num_tokens} tokens of the target's answers; share on which the drafter agrees"
+    )
     print(f"  {'taps (hidden_states)':32}" + "".join(f"{f'depth {depth}':>9}" for depth in range(DEPTHS)))
     names = {0: "as declared", -1: "one layer lower", 1: "one layer higher"}
     for agreement in found:
@@ -230,7 +266,7 @@ def _target_numbers(spec: str) -> TargetNumbers:
     """What the target's config says, without loading its weights."""
     from transformers import AutoConfig
 
-    from drafters.target_files import resolve_target
+    from drafters.targets.files import resolve_target
 
     try:
         whole = AutoConfig.from_pretrained(resolve_target(spec))
@@ -246,8 +282,8 @@ def _target_embeddings(spec: str) -> Tensor:
     """The target's embeddings [V, H]; of a directory of safetensors that one tensor alone is read."""
     from safetensors import safe_open
 
-    from drafters.target_files import resolve_target
-    from drafters.targets import load_target
+    from drafters.targets.files import resolve_target
+    from drafters.targets.target import load_target
 
     for file in sorted(Path(resolve_target(spec)).glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:

@@ -1,9 +1,11 @@
 """A teacher-forced look at a drafter: how often it agrees with its target, at its own taps and one layer beside them.
 
-A wrong tap convention costs nearly all acceptance and raises no error; here it shows in a minute. The target writes short greedy answers,
-and the drafter predicts each of their tokens with true features (depth 0) and from its own output (depth 1 and deeper).
+A wrong tap convention costs nearly all acceptance and raises no error; here it shows in a minute. The target writes
+short greedy answers, and the drafter predicts each of their tokens with true features (depth 0) and from its own
+output (depth 1 and deeper).
 
-Shapes: S slots of one answer, H drafter hidden size, C three taps behind each other, N query heads, M key-value heads, D head dimension.
+Shapes: S slots of one answer, H drafter hidden size, C three taps behind each other, N query heads, M key-value heads,
+D head dimension.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafters.base.errors import UserError
 from drafters.eagle3_ssd.align import EMBED_AHEAD, PREDICT_AHEAD
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.eagle3_ssd.vocab import VocabMap
-from drafters.errors import UserError
-from drafters.targets import Target, tap_features
-from infer.kernels.paged_attention import KvPool, PagedContext, PagedRequest
-from infer.kernels.sample import greedy_ids
+from drafters.targets.target import Target, tap_features
+from infer.kernels.attention.paged import KvPool, PagedContext, PagedRequest
+from infer.kernels.sampling.sample import greedy_ids
 
 DEPTHS = 2  # depth 0 and depth 1
 NEAR_ZERO = 0.05
@@ -48,13 +50,19 @@ class Agreement(NamedTuple):
 
 
 def probe(
-    drafter: Eagle3Drafter, vocab: VocabMap, target: Target, prompts: Sequence[Sequence[dict[str, str]]], new_tokens: int
+    drafter: Eagle3Drafter,
+    vocab: VocabMap,
+    target: Target,
+    prompts: Sequence[Sequence[dict[str, str]]],
+    new_tokens: int,
 ) -> list[Agreement]:
     """Agreement at the drafter's taps (first), one layer lower and one higher, over `prompts` (messages of a chat)."""
     rendered = [_prompt_ids(target.tokenizer, messages) for messages in prompts]
     written = greedy_answers(target, rendered, new_tokens)
     declared = drafter.config.tap_hidden_states_ids
-    shifts = [shift for shift in (0, -1, 1) if min(declared) + shift >= 0 and max(declared) + shift < len(target.layers)]
+    shifts = [
+        shift for shift in (0, -1, 1) if min(declared) + shift >= 0 and max(declared) + shift < len(target.layers)
+    ]
     taps = sorted({tap + shift for tap in declared for shift in shifts})
     hits = {shift: torch.zeros(DEPTHS) for shift in shifts}
     counts = torch.zeros(DEPTHS)
@@ -68,7 +76,12 @@ def probe(
             features = torch.cat([by_tap[tap + shift] for tap in declared], dim=-1)
             hits[shift] += torch.tensor(correct_by_depth(drafter, vocab, features, answer))
     return [
-        Agreement(shift, tuple(tap + shift for tap in declared), tuple((hits[shift] / counts.clamp_min(1)).tolist()), int(counts[0]))
+        Agreement(
+            shift,
+            tuple(tap + shift for tap in declared),
+            tuple((hits[shift] / counts.clamp_min(1)).tolist()),
+            int(counts[0]),
+        )
         for shift in shifts
     ]
 
@@ -115,14 +128,22 @@ def greedy_answers(target: Target, prompts: Sequence[Sequence[int]], new_tokens:
     """What the target writes, token by token, all prompts together; an end-of-turn token is the last of its answer."""
     facts, slots = target.facts, max(map(len, prompts)) + new_tokens
     pool = KvPool.allocate(
-        facts.num_hidden_layers, len(prompts), slots, (facts.num_key_value_heads, facts.head_dim), like=target.embed_weight
+        facts.num_hidden_layers,
+        len(prompts),
+        slots,
+        (facts.num_key_value_heads, facts.head_dim),
+        like=target.embed_weight,
     )
     rows, done = [list(prompt) for prompt in prompts], [0] * len(prompts)
     for _ in range(new_tokens):
         fresh = [row[start:] for row, start in zip(rows, done, strict=True)]
-        requests = [PagedRequest((i,), len(row), len(new)) for i, (row, new) in enumerate(zip(rows, fresh, strict=True))]
+        requests = [
+            PagedRequest((i,), len(row), len(new)) for i, (row, new) in enumerate(zip(rows, fresh, strict=True))
+        ]
         places = [place for row, start in zip(rows, done, strict=True) for place in range(start, len(row))]
-        ids, positions = (torch.tensor([values], device=target.device) for values in (list(chain.from_iterable(fresh)), places))
+        ids, positions = (
+            torch.tensor([values], device=target.device) for values in (list(chain.from_iterable(fresh)), places)
+        )
         context = PagedContext.build(pool, requests, target.device)
         output = target.model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, context=context)
         last = torch.tensor([len(new) for new in fresh]).cumsum(0) - 1
@@ -135,7 +156,9 @@ def greedy_answers(target: Target, prompts: Sequence[Sequence[int]], new_tokens:
 
 @torch.inference_mode()
 def correct_by_depth(drafter: Eagle3Drafter, vocab: VocabMap, taps_1SC: Tensor, answer: Written) -> list[float]:
-    """At how many of the answer's tokens the drafter's first choice was right, for each depth: a plain unroll, all anchors in parallel."""
+    """At how many of the answer's tokens the drafter's first choice was right, for each depth: a plain unroll, all
+    anchors in parallel.
+    """
     ids = torch.tensor([answer.token_ids], device=taps_1SC.device)
     hidden = drafter.fuse(taps_1SC.to(drafter.fc.weight.dtype))
     steps: list[dict[int, tuple[Tensor, Tensor]]] = []
@@ -160,15 +183,21 @@ def _attend_own(steps: list[dict[int, tuple[Tensor, Tensor]]], anchors: int) -> 
 
     def attend(layer: int, query_1SND: Tensor, key_1SMD: Tensor, value_1SMD: Tensor) -> Tensor:
         steps[-1][layer] = (key_1SMD, value_1SMD)
-        keys, values = (torch.cat([step[layer][i][:, :anchors] for step in steps], dim=1).transpose(1, 2) for i in (0, 1))
+        keys, values = (
+            torch.cat([step[layer][i][:, :anchors] for step in steps], dim=1).transpose(1, 2) for i in (0, 1)
+        )
         mask = visible.to(query_1SND.device)
-        return F.scaled_dot_product_attention(query_1SND.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(
+            query_1SND.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True
+        ).transpose(1, 2)
 
     return attend
 
 
 def _num_predictions(answer: Written, depth: int) -> int:
-    """Tokens of the answer that a step of this depth predicts: the first ones have no anchor where the prompt is that short."""
+    """Tokens of the answer that a step of this depth predicts: the first ones have no anchor where the prompt is that
+    short.
+    """
     return len(answer.token_ids) - max(answer.answer_start, PREDICT_AHEAD + depth)
 
 

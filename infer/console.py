@@ -1,4 +1,6 @@
-"""What the commands share: options whose mistakes get one line, a Ctrl-C that ends work between two steps, progress (torch-free)."""
+"""What the commands share: options whose mistakes get one line, a Ctrl-C that ends work between two steps, progress
+(torch-free).
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from drafters.errors import CommandParser, unknown_name
-from drafters.settings import Settings
+from drafters.base.errors import CommandParser, unknown_name
+from drafters.base.settings import Settings
 from infer.config import EngineSettings
 
 stderr = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
@@ -22,15 +24,26 @@ class Parser(CommandParser):
 
     def add_recipe(self) -> None:
         """The options that say what engine to build."""
-        self.add_argument("--recipe", required=True, metavar="FILE", help="YAML file of settings, such as recipes/smollm2-135m/serve.yaml")
+        self.add_argument(
+            "--recipe",
+            required=True,
+            metavar="FILE",
+            help="YAML file of settings, such as recipes/smollm2-135m/serve.yaml",
+        )
         self.epilog = f"{settings_help()}\n\n{self.epilog}"
-        self.add_argument("overrides", nargs="*", metavar="key=value", help="a setting in place of the recipe's, such as lookahead=4")
+        self.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="a setting in place of the recipe's, such as lookahead=4"
+        )
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse, options and settings in any order."""
         options, left = self.parse_known_intermixed_args(argv)
         if left:
-            raise unknown_name("option", left[0].partition("=")[0], [name for name in self._option_string_actions if name.startswith("--")])
+            raise unknown_name(
+                "option",
+                left[0].partition("=")[0],
+                [name for name in self._option_string_actions if name.startswith("--")],
+            )
         return options
 
 
@@ -46,7 +59,9 @@ class Interrupt:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """Inside, the first Ctrl-C or SIGTERM only sets the flag, so that no step of the engine is cut in two; the second one interrupts."""
+    """Inside, the first Ctrl-C or SIGTERM only sets the flag, so that no step of the engine is cut in two; the second
+    one interrupts.
+    """
     interrupt = Interrupt()
 
     def on_signal(signum: int, frame: object) -> None:
@@ -64,7 +79,13 @@ def interruptible() -> Iterator[Interrupt]:
 
 def progress_bar() -> Progress:
     """A bar with the count and the time left, on stderr."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("left"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
     return Progress(*columns, console=stderr, refresh_per_second=2)  # a refresh takes time from what is measured
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from drafters.errors import UserError
+from drafters.base.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,9 @@ def pinned_to_cores(names: Sequence[str]) -> Iterator[None]:
 
 
 def pin_to_cores(names: Sequence[str]) -> None:
-    """Bind this thread, and those it starts, to the cores named `cpu:CORE`. Cores that are not there are left out, with a warning."""
+    """Bind this thread, and those it starts, to the cores named `cpu:CORE`. Cores that are not there are left out,
+    with a warning.
+    """
     wanted = {int(core) for name in names if (core := name.partition(":")[2]).isdigit() and name.startswith("cpu")}
     if not wanted or not hasattr(os, "sched_setaffinity"):
         return

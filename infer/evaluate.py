@@ -1,4 +1,6 @@
-"""Measure modes side by side: `python -m infer.evaluate --recipe R --modes ar,sd,ssd --prompts A.jsonl --num-prompts 24 ... --out DIR`."""
+"""Measure modes side by side: `python -m infer.evaluate --recipe R --modes ar,sd,ssd --prompts A.jsonl --num-prompts
+24 ... --out DIR`.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from drafters.errors import EXIT_INTERRUPTED, UserError, run_command
-from drafters.settings import parse_overrides
-from drafters.template import TemplateOptions
+from drafters.base.errors import EXIT_INTERRUPTED, UserError, run_command
+from drafters.base.settings import parse_overrides
+from drafters.targets.template import TemplateOptions
 from infer.config import BASELINE, EngineSettings, Mode
 from infer.console import Interrupt, Parser, interruptible, loading, note, progress_bar
 from infer.recipe import mode_named, read_recipe
 
 if TYPE_CHECKING:
     from drafters.eagle3_ssd.speed import PairedTokens
-    from drafters.targets import Target
-    from infer.baseline import TransformersEngine
-    from infer.engine import Engine
-    from infer.request import Request, SamplingParams
-    from infer.results import Measured
+    from drafters.targets.target import Target
+    from infer.engine.engine import Engine
+    from infer.engine.request import Request, SamplingParams
+    from infer.evaluation.baseline import TransformersEngine
+    from infer.evaluation.results import Measured
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,9 @@ WARM_UP_TOKENS = 16
 
 
 class Run(NamedTuple):
-    """One thing to measure. The label is the mode, with the settings behind it for a run that stands beside the compared ones."""
+    """One thing to measure. The label is the mode, with the settings behind it for a run that stands beside the
+    compared ones.
+    """
 
     label: str
     mode: Mode
@@ -65,9 +69,9 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     runs = plan_runs(options)
     from data.prompts import read_prompts
-    from drafters.targets import load_target
+    from drafters.targets.target import load_target
     from infer.devices import device_of
-    from infer.request import SamplingParams
+    from infer.engine.request import SamplingParams
 
     prompts = read_prompts(options.prompts, options.num_prompts)
     params = SamplingParams(options.max_new_tokens, options.temperature, seed=options.seed)
@@ -93,28 +97,58 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options; `overrides` are the `key=value` settings."""
     parser = Parser("python -m infer.evaluate", DESCRIPTION, EXAMPLES)
     parser.add_recipe()
-    parser.add_argument("--modes", default="ar,sd,ssd", metavar="M,M", help="the modes to compare (default: ar,sd,ssd)")
-    parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help=".jsonl files with 'messages' or 'prompt' rows")
-    parser.add_argument("--num-prompts", type=int, metavar="N", help="how many, an even mix of the files (default: all)")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="M", help="longest answer, in tokens (default: 128)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 always takes the likeliest token (default: 0)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the sampling, where there is a temperature (default: 0)")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="instead of the recipe's; in float32 the modes agree to the token")
-    parser.add_argument("--out", required=True, metavar="DIR", help="directory of the results, made where it is missing")
-    parser.add_argument("--set", action="append", default=[], metavar="MODE:key=value", help="a setting of one mode only; repeatable")
     parser.add_argument(
-        "--beside", action="append", default=[], metavar='"MODE key=value"', help="measure a mode once more with other settings; repeatable"
+        "--modes", default="ar,sd,ssd", metavar="M,M", help="the modes to compare (default: ar,sd,ssd)"
     )
-    parser.add_argument("--baseline", action="store_true", help="let transformers' own generate answer too, same weights and threads")
+    parser.add_argument(
+        "--prompts", nargs="+", required=True, metavar="FILE", help=".jsonl files with 'messages' or 'prompt' rows"
+    )
+    parser.add_argument(
+        "--num-prompts", type=int, metavar="N", help="how many, an even mix of the files (default: all)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="M", help="longest answer, in tokens (default: 128)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 always takes the likeliest token (default: 0)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="of the sampling, where there is a temperature (default: 0)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        help="instead of the recipe's; in float32 the modes agree to the token",
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="directory of the results, made where it is missing"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="MODE:key=value", help="a setting of one mode only; repeatable"
+    )
+    parser.add_argument(
+        "--beside",
+        action="append",
+        default=[],
+        metavar='"MODE key=value"',
+        help="measure a mode once more with other settings; repeatable",
+    )
+    parser.add_argument(
+        "--baseline", action="store_true", help="let transformers' own generate answer too, same weights and threads"
+    )
     options = parser.read(argv)
-    settings = [name for name in options.prompts if "=" in name and not Path(name).exists()]  # --prompts takes all that follows it
+    settings = [
+        name for name in options.prompts if "=" in name and not Path(name).exists()
+    ]  # --prompts takes all that follows it
     options.overrides += settings
     options.prompts = [name for name in options.prompts if name not in settings]
     return options
 
 
 def plan_runs(options: argparse.Namespace) -> list[Run]:
-    """What to measure. A setting comes from the recipe, its `modes:` part, key=value, `--set`, `--beside`: the later one wins."""
+    """What to measure. A setting comes from the recipe, its `modes:` part, key=value, `--set`, `--beside`: the later
+    one wins.
+    """
     recipe = read_recipe(options.recipe)
     common = parse_overrides(options.overrides)
     if options.dtype is not None:
@@ -122,13 +156,19 @@ def plan_runs(options: argparse.Namespace) -> list[Run]:
     only = _only_for(options.set)
     modes = [mode_named(name, "--modes") for name in options.modes.split(",")]
     if len(set(modes)) < len(modes):
-        raise UserError(f"--modes {options.modes}: a mode stands there twice; --beside measures one again with other settings")
+        raise UserError(
+            f"--modes {options.modes}: a mode stands there twice; --beside measures one again with other settings"
+        )
     runs = []
     baseline = [(BASELINE, Mode.AR, {})] if options.baseline else []
-    for label, mode, extra in [(mode.value, mode, {}) for mode in modes] + [_beside(text) for text in options.beside] + baseline:
+    for label, mode, extra in (
+        [(mode.value, mode, {}) for mode in modes] + [_beside(text) for text in options.beside] + baseline
+    ):
         settings = recipe.settings(mode, {**common, **only.get(mode, {}), **extra, "batch_size": 1})
         if mode is not Mode.AR and settings.drafter is None:
-            raise UserError(f"{options.recipe}: mode {mode} needs a drafter; add `drafter: DIRECTORY` or give drafter=DIRECTORY")
+            raise UserError(
+                f"{options.recipe}: mode {mode} needs a drafter; add `drafter: DIRECTORY` or give drafter=DIRECTORY"
+            )
         runs.append(Run(label, mode, settings))
     _check_one_target(runs)
     return runs
@@ -137,8 +177,10 @@ def plan_runs(options: argparse.Namespace) -> list[Run]:
 def render_questions(
     prompts: Sequence[Any], target: Target, template: TemplateOptions, max_model_len: int, max_new_tokens: int
 ) -> list[Question]:
-    """All prompts in the target's template. Raises `UserError` for one that leaves no room for an answer, before anything is measured."""
-    from data.render import render_prompt
+    """All prompts in the target's template. Raises `UserError` for one that leaves no room for an answer, before
+    anything is measured.
+    """
+    from data.chat.render import render_prompt
 
     questions = [Question(prompt.id, render_prompt(prompt.messages, target.tokenizer, template)) for prompt in prompts]
     for question in questions:
@@ -149,7 +191,12 @@ def render_questions(
             )
     cut = sum(len(question.token_ids) + max_new_tokens > max_model_len for question in questions)
     if cut:
-        log.warning("%d of %d answers may end at max_model_len = %d before --max-new-tokens", cut, len(questions), max_model_len)
+        log.warning(
+            "%d of %d answers may end at max_model_len = %d before --max-new-tokens",
+            cut,
+            len(questions),
+            max_model_len,
+        )
     return questions
 
 
@@ -157,8 +204,8 @@ def measure_all(
     runs: Sequence[Run], target: Target, questions: Sequence[Question], params: SamplingParams, interrupt: Interrupt
 ) -> list[Measured]:
     """Launch one engine for each run on the same target, warm them up, and let them answer all questions in turns."""
-    from data.render import render_prompt
-    from infer.results import Measured
+    from data.chat.render import render_prompt
+    from infer.evaluation.results import Measured
 
     measured = [Measured(run.label, run.mode, run.settings, [], []) for run in runs]
     with ExitStack() as stack:
@@ -177,10 +224,14 @@ def measure_all(
 
 
 def _engine(run: Run, target: Target) -> Engine | TransformersEngine:
-    from infer.baseline import TransformersEngine
+    from infer.evaluation.baseline import TransformersEngine
     from infer.launch import launch
 
-    return TransformersEngine(run.settings, str(target.device)) if run.label == BASELINE else launch(run.settings, run.mode, target)
+    return (
+        TransformersEngine(run.settings, str(target.device))
+        if run.label == BASELINE
+        else launch(run.settings, run.mode, target)
+    )
 
 
 def measure(
@@ -191,7 +242,9 @@ def measure(
     interrupt: Interrupt,
     advance: Callable[[], None],
 ) -> None:
-    """Every engine answers every question, one at a time; who goes first rotates. A question that Ctrl-C cut short is left out for all."""
+    """Every engine answers every question, one at a time; who goes first rotates. A question that Ctrl-C cut short is
+    left out for all.
+    """
     for number, question in enumerate(questions):
         turn: dict[int, Request | None] = {}
         for place in range(len(engines)):
@@ -206,8 +259,12 @@ def measure(
             measured[index].answers.append(request)
 
 
-def answer(engine: Engine | TransformersEngine, prompt_ids: Sequence[int], params: SamplingParams, interrupt: Interrupt) -> Request | None:
-    """The finished request, or None where Ctrl-C came first. The process takes on the engine's cores and threads before."""
+def answer(
+    engine: Engine | TransformersEngine, prompt_ids: Sequence[int], params: SamplingParams, interrupt: Interrupt
+) -> Request | None:
+    """The finished request, or None where Ctrl-C came first. The process takes on the engine's cores and threads
+    before.
+    """
     import torch
 
     from infer.devices import pin_to_cores
@@ -224,13 +281,17 @@ def answer(engine: Engine | TransformersEngine, prompt_ids: Sequence[int], param
 
 
 def replay_hits(measured: Sequence[Measured], target: Target, interrupt: Interrupt) -> dict[str, list[PairedTokens]]:
-    """What retention is made of, by label of the SSD runs. Ctrl-C leaves it out: what was measured is worth more than the rest of it."""
-    from infer.retention import paired_tokens
+    """What retention is made of, by label of the SSD runs. Ctrl-C leaves it out: what was measured is worth more than
+    the rest of it.
+    """
+    from infer.evaluation.retention import paired_tokens
 
     runs = [run for run in measured if run.mode is Mode.SSD]
     paired: dict[str, list[PairedTokens]] = {run.label: [] for run in runs}
     with progress_bar() as bar:
-        task = bar.add_task("answers replayed with fresh features", total=sum(len(run.answers) for run in runs), visible=bool(runs))
+        task = bar.add_task(
+            "answers replayed with fresh features", total=sum(len(run.answers) for run in runs), visible=bool(runs)
+        )
         for run in runs:
             pairs = paired_tokens(run.answers, run.settings, target)
             while not interrupt and (pair := next(pairs, None)) is not None:
@@ -242,11 +303,15 @@ def replay_hits(measured: Sequence[Measured], target: Target, interrupt: Interru
 
 
 def finish(
-    measured: Sequence[Measured], paired: Mapping[str, Sequence[PairedTokens]], target: Target, options: argparse.Namespace, out: Path
+    measured: Sequence[Measured],
+    paired: Mapping[str, Sequence[PairedTokens]],
+    target: Target,
+    options: argparse.Namespace,
+    out: Path,
 ) -> dict[str, Any]:
     """Write `results.json`, the plots and the report; returns the results."""
+    from infer.evaluation.results import build_results, write_json
     from infer.report import write_report
-    from infer.results import build_results, write_json
 
     arguments = {
         "prompts": [str(path) for path in options.prompts],
@@ -265,7 +330,9 @@ def print_table(results: Mapping[str, Any]) -> None:
     """The figures of each run, and the ratios, on stdout."""
     table = Table(title=f"{results['target']['name']}, {results['runs'][0]['prompts']} prompts", title_justify="left")
     for name in ("mode", "tokens/s", "tokens/round", "hit rate", "verify ms", "wait ms"):
-        is_label = name == "mode"  # as long as what --beside was given: it takes several lines, the figures keep theirs
+        is_label = (
+            name == "mode"
+        )  # as long as what --beside was given: it takes several lines, the figures keep theirs
         table.add_column(name, justify="left" if is_label else "right", overflow="fold", no_wrap=not is_label)
     for run in results["runs"]:
         rate = "" if run["hit_rate"] is None else f"{run['hit_rate']:.0%}"
@@ -276,10 +343,14 @@ def print_table(results: Mapping[str, Any]) -> None:
     console.print(table)
     for name, interval in results["ratio_intervals"].items():
         if interval:
-            console.print(f"{name}: {interval['value']:.2f} (95 % interval {interval['low']:.2f} to {interval['high']:.2f})")
+            console.print(
+                f"{name}: {interval['value']:.2f} (95 % interval {interval['low']:.2f} to {interval['high']:.2f})"
+            )
     for run in results["runs"]:
         if kept := run["retention"]:
-            console.print(f"retention of {run['label']}: {kept['value']:.3f} (95 % interval {kept['low']:.3f} to {kept['high']:.3f})")
+            console.print(
+                f"retention of {run['label']}: {kept['value']:.3f} (95 % interval {kept['low']:.3f} to {kept['high']:.3f})"
+            )
     for pair in results["agreement"]:
         console.print(f"same tokens {pair['pair']}: {pair['equal']} of {pair['prompts']} prompts")
 
@@ -290,7 +361,9 @@ def make_directory(name: str) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {name}: cannot make that directory ({error.strerror}): give one that can be written") from error
+        raise UserError(
+            f"--out {name}: cannot make that directory ({error.strerror}): give one that can be written"
+        ) from error
     return out
 
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from drafters.errors import EXIT_INTERRUPTED, UserError, run_command
+from drafters.base.errors import EXIT_INTERRUPTED, UserError, run_command
 from infer.config import Mode
 from infer.console import Parser, interruptible, loading, note
 from infer.recipe import load_engine_settings
 
 if TYPE_CHECKING:
-    from infer.engine import Engine
-    from infer.request import Request, SamplingParams
+    from infer.engine.engine import Engine
+    from infer.engine.request import Request, SamplingParams
 
 DESCRIPTION = """\
 Answer one prompt with a language model, or chat with it where no --prompt is given.
@@ -55,7 +55,7 @@ class Answer(NamedTuple):
     @property
     def hit_rate(self) -> float | None:
         """Hits over outcomes looked up; None in the modes that look nothing up."""
-        from infer.figures import hit_rate
+        from infer.evaluation.figures import hit_rate
 
         return hit_rate(self.request.rounds) if self.mode is Mode.SSD else None
 
@@ -82,7 +82,9 @@ def answer_prompt(engine: Engine, options: argparse.Namespace, params: SamplingP
     for number, own in enumerate(params.choices(options.n), start=1):
         if options.n > 1 and not options.json:
             note(f"answer {number} of {options.n}")
-        answer = complete(engine, [{"role": "user", "content": options.prompt}], own, (lambda piece: None) if options.json else show)
+        answer = complete(
+            engine, [{"role": "user", "content": options.prompt}], own, (lambda piece: None) if options.json else show
+        )
         answers.append(answer)
         if not options.json:
             _finish_line(answer)
@@ -95,9 +97,11 @@ def answer_prompt(engine: Engine, options: argparse.Namespace, params: SamplingP
 
 
 def sampling_params(options: argparse.Namespace) -> SamplingParams:
-    """What the options ask of an answer. Raises `UserError` for values out of range and for grammars that cannot be used."""
-    from infer.grammar import json_grammar, regex_grammar
-    from infer.request import SamplingParams
+    """What the options ask of an answer. Raises `UserError` for values out of range and for grammars that cannot be
+    used.
+    """
+    from infer.engine.request import SamplingParams
+    from infer.text.grammar import json_grammar, regex_grammar
 
     grammar = None
     if options.regex is not None:
@@ -105,7 +109,9 @@ def sampling_params(options: argparse.Namespace) -> SamplingParams:
     elif options.json_schema is not None:
         grammar = json_grammar(_schema_text(options.json_schema))
     given = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
-    return SamplingParams(**given, stop=tuple(options.stop), logit_bias=tuple(map(_bias, options.logit_bias)), grammar=grammar)
+    return SamplingParams(
+        **given, stop=tuple(options.stop), logit_bias=tuple(map(_bias, options.logit_bias)), grammar=grammar
+    )
 
 
 def _schema_text(value: str) -> str:
@@ -115,7 +121,9 @@ def _schema_text(value: str) -> str:
     try:
         return Path(value).read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--json-schema {value}: cannot read that file ({error.strerror}); give a file or the schema itself") from error
+        raise UserError(
+            f"--json-schema {value}: cannot read that file ({error.strerror}); give a file or the schema itself"
+        ) from error
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -130,25 +138,59 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options; `overrides` are the `key=value` settings."""
     parser = Parser("python -m infer.generate", DESCRIPTION, EXAMPLES)
     parser.add_recipe()
-    parser.add_argument("--mode", choices=[mode.value for mode in Mode], default="ssd", help="how tokens are made (default: ssd)")
+    parser.add_argument(
+        "--mode", choices=[mode.value for mode in Mode], default="ssd", help="how tokens are made (default: ssd)"
+    )
     parser.add_argument("--prompt", metavar="TEXT", help="the user's message; without it, a chat")
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer, in tokens (default: 256)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token (default: 0; by --top-* or --min-p 1)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="longest answer, in tokens (default: 256)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="0 takes the likeliest token (default: 0; by --top-* or --min-p 1)",
+    )
     parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
-    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the fewest likeliest tokens with this probability together")
-    parser.add_argument("--min-p", type=float, metavar="P", help="draw from tokens at least P times as likely as the likeliest one")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws: the same seed repeats the answer (default: 0)")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="draw from the fewest likeliest tokens with this probability together"
+    )
+    parser.add_argument(
+        "--min-p", type=float, metavar="P", help="draw from tokens at least P times as likely as the likeliest one"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="of the draws: the same seed repeats the answer (default: 0)"
+    )
     for name, text in PENALTIES.items():
         parser.add_argument(f"--{name}-penalty", type=float, metavar="X", help=text)
-    parser.add_argument("--logit-bias", action="append", default=[], metavar="ID:BIAS", help="add to the logit of a token; repeatable")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; repeatable")
-    parser.add_argument("--n", type=int, default=1, metavar="N", help="answer N times, each with a seed of its own (default: 1)")
-    parser.add_argument("--logprobs", type=int, metavar="N", help="with --json: log-probabilities, also of the N likeliest tokens (0..20)")
+    parser.add_argument(
+        "--logit-bias", action="append", default=[], metavar="ID:BIAS", help="add to the logit of a token; repeatable"
+    )
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; repeatable"
+    )
+    parser.add_argument(
+        "--n", type=int, default=1, metavar="N", help="answer N times, each with a seed of its own (default: 1)"
+    )
+    parser.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="with --json: log-probabilities, also of the N likeliest tokens (0..20)",
+    )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--regex", metavar="PATTERN", help="the answer matches this regular expression as a whole")
-    shape.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that follows the schema in FILE, or given itself as {...}")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after the target's end token, up to the limit")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else; seconds and speed are of decoding")
+    shape.add_argument(
+        "--json-schema",
+        metavar="FILE",
+        help="the answer is JSON that follows the schema in FILE, or given itself as {...}",
+    )
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="go on after the target's end token, up to the limit"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else; seconds and speed are of decoding"
+    )
     options = parser.read(argv)
     if options.prompt is not None and not options.prompt.strip():
         raise UserError("--prompt is empty: give the user's message, or leave --prompt out to chat")
@@ -161,10 +203,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def complete(engine: Engine, messages: Sequence[Message], params: SamplingParams, on_text: Callable[[str], None]) -> Answer:
+def complete(
+    engine: Engine, messages: Sequence[Message], params: SamplingParams, on_text: Callable[[str], None]
+) -> Answer:
     """Let the engine answer `messages` and hand over its text while it comes; the first Ctrl-C cancels the answer."""
-    from data.render import render_prompt
-    from infer.text import AnswerText
+    from data.chat.render import render_prompt
+    from infer.text.detokenize import AnswerText
 
     text, pieces = AnswerText(engine.target.tokenizer, params.stop), []
 
@@ -240,8 +284,10 @@ def show(piece: str) -> None:
 
 
 def summary(answer: Answer) -> dict[str, Any]:
-    """What `--json` prints. `seconds` and `tokens_per_second` are of decoding (`infer.figures`), without the prompt's forward."""
-    from infer.figures import tokens_per_round, tokens_per_second
+    """What `--json` prints. `seconds` and `tokens_per_second` are of decoding (`infer.evaluation.figures`), without
+    the prompt's forward.
+    """
+    from infer.evaluation.figures import tokens_per_round, tokens_per_second
 
     request = answer.request
     logprobs = {"logprobs": [own._asdict() for own in request.logprobs]} if request.params.logprobs is not None else {}
@@ -262,7 +308,7 @@ def summary(answer: Answer) -> dict[str, Any]:
 
 def speed_line(answer: Answer) -> str:
     """One line about the answer: "96 tokens, 101.3 tokens/s, 2.4 tokens per round, hit rate 71 %"."""
-    from infer.figures import tokens_per_round, tokens_per_second
+    from infer.evaluation.figures import tokens_per_round, tokens_per_second
 
     request = answer.request
     parts = [f"{len(request.new_tokens)} tokens"]

@@ -1,4 +1,6 @@
-"""From settings to a running engine: devices, cores, models, and the draft process. The one place that reads the machine."""
+"""From settings to a running engine: devices, cores, models, and the draft process. The one place that reads the
+machine.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +11,30 @@ from pathlib import Path
 
 import torch
 
+from drafters.base.errors import UserError
 from drafters.eagle3_ssd.checkpoint import LoadedDrafter, load_drafter
-from drafters.errors import UserError
-from drafters.targets import DTYPES, Target, load_target
-from drafters.template import differences
-from infer.channel import Channel, LocalChannel, PeerGone
+from drafters.targets.target import DTYPES, Target, load_target
+from drafters.targets.template import differences
 from infer.config import EngineSettings, Mode
 from infer.devices import device_of, pin_to_cores
-from infer.draft_loop import DraftJob
-from infer.draft_model import DraftModel, TapFusion
-from infer.draft_plan import DraftPlan
-from infer.draft_process import DraftProcess
-from infer.draft_worker import DraftWorker
-from infer.drafting import Drafting
-from infer.engine import Engine
-from infer.grammar import Grammars, Vocabulary
-from infer.memory import plan_pools
-from infer.target import Rows, TargetRunner
+from infer.draft.loop import DraftJob
+from infer.draft.model import DraftModel, TapFusion
+from infer.draft.plan import DraftPlan
+from infer.draft.worker import DraftWorker
+from infer.engine.draft_client import Drafting
+from infer.engine.engine import Engine
+from infer.engine.memory import plan_pools
+from infer.engine.target import Rows, TargetRunner
+from infer.ipc.channel import Channel, LocalChannel, PeerGone
+from infer.ipc.draft_process import DraftProcess
+from infer.text.grammar import Grammars, Vocabulary
 
 
 def launch(settings: EngineSettings, mode: Mode, target: Target | None = None, in_process: bool = False) -> Engine:
     """Build an engine. A `target` that is already loaded is shared; it has to be the one the settings name.
 
-    `in_process` runs the drafter of mode ssd in this process too, in turns with the target: the same rounds, no gain in time.
-    Raises `UserError` where a file, device or setting does not fit.
+    `in_process` runs the drafter of mode ssd in this process too, in turns with the target: the same rounds, no gain
+    in time. Raises `UserError` where a file, device or setting does not fit.
     """
     device = device_of(settings.target_devices)
     torch.set_num_threads(settings.target_threads)
@@ -40,7 +42,9 @@ def launch(settings: EngineSettings, mode: Mode, target: Target | None = None, i
     target = target or load_target(settings.target, settings.dtype, str(device))
     if settings.max_model_len > target.facts.max_position_embeddings:
         longest = target.facts.max_position_embeddings
-        raise UserError(f"max_model_len = {settings.max_model_len}: {settings.target} was made for {longest} tokens; give at most that")
+        raise UserError(
+            f"max_model_len = {settings.max_model_len}: {settings.target} was made for {longest} tokens; give at most that"
+        )
     if mode is Mode.AR:
         pools = plan_pools(settings, target.facts, None, None)
         return Engine(settings, mode, _warm(TargetRunner(target, pools.target)), Drafting(None), pools.report)
@@ -50,7 +54,10 @@ def launch(settings: EngineSettings, mode: Mode, target: Target | None = None, i
     runner = _warm(TargetRunner(target, pools.target, loaded.config.tap_hidden_states_ids, fuse_taps))
     to_target = loaded.vocab.draft_to_target.to(device)
     local = in_process or mode is Mode.SD
-    drafting = Drafting(_local(loaded, target, plan, pools.draft) if local else _process(settings, target, plan, pools.draft), to_target)
+    drafting = Drafting(
+        _local(loaded, target, plan, pools.draft) if local else _process(settings, target, plan, pools.draft),
+        to_target,
+    )
     try:
         drafting.start()
     except PeerGone as error:

@@ -9,8 +9,9 @@
         for piece in llm.stream("Once upon a time"):
             print(piece.text, end="", flush=True)
 
-A prompt is a text or a list of token ids; a chat is a list of messages, which the target's template renders. One prompt gives one answer,
-a list of prompts a list of answers in the same order. They are answered together, `batch_size` at a time.
+A prompt is a text or a list of token ids; a chat is a list of messages, which the target's template renders. One
+prompt gives one answer, a list of prompts a list of answers in the same order. They are answered together,
+`batch_size` at a time.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
-from data.render import render_prompt
-from drafters.errors import UserError
+from data.chat.render import render_prompt
+from drafters.base.errors import UserError
 from infer.config import Mode
 from infer.console import progress_bar
-from infer.engine import Engine
-from infer.figures import hit_rate, tokens_per_round, tokens_per_second
-from infer.kernels.logprobs import TokenLogprob
+from infer.engine.engine import Engine
+from infer.engine.request import FinishReason, Request, RequestOutput, SamplingParams
+from infer.evaluation.figures import hit_rate, tokens_per_round, tokens_per_second
+from infer.kernels.sampling.logprobs import TokenLogprob
 from infer.launch import launch
 from infer.recipe import Recipe, mode_named, read_recipe
-from infer.request import FinishReason, Request, RequestOutput, SamplingParams
-from infer.text import AnswerText
+from infer.text.detokenize import AnswerText
 
 __all__ = ["LLM", "Answer", "Piece", "SamplingParams"]
 
@@ -72,7 +73,9 @@ class Piece:
 
 
 class Asked(NamedTuple):
-    """What one call waits for: the numbers of its prompts by request, and the engine's outputs that nobody has read yet."""
+    """What one call waits for: the numbers of its prompts by request, and the engine's outputs that nobody has read
+    yet.
+    """
 
     names: dict[str, int]
     inbox: deque[RequestOutput]
@@ -82,7 +85,8 @@ class LLM:
     """A target, with its drafter in the modes sd and ssd, that answers prompts until it is closed."""
 
     def __init__(self, recipe: str | Path | None = None, mode: Mode | str = Mode.SSD, **settings: Any) -> None:
-        """From a recipe file, or from `target=` and `drafter=` paths; `settings` (`infer.config.EngineSettings`) win over the recipe's.
+        """From a recipe file, or from `target=` and `drafter=` paths; `settings` (`infer.config.EngineSettings`) win
+        over the recipe's.
 
         Raises `UserError` where a file, name or value does not fit.
         """
@@ -90,19 +94,23 @@ class LLM:
         source = read_recipe(str(recipe)) if recipe is not None else Recipe("LLM", {}, {})
         self.engine: Engine = launch(source.settings(chosen, settings), chosen)
         self._names = itertools.count()
-        self._inboxes: dict[str, deque[RequestOutput]] = {}  # by request, one for each stream: several may be read in turns
+        self._inboxes: dict[
+            str, deque[RequestOutput]
+        ] = {}  # by request, one for each stream: several may be read in turns
 
     @overload
     def generate(self, prompts: str, params: Params = ..., progress: bool | None = ...) -> Answer: ...
     @overload
     def generate(self, prompts: Sequence[int], params: Params = ..., progress: bool | None = ...) -> Answer: ...
     @overload
-    def generate(self, prompts: Sequence[Prompt], params: Params = ..., progress: bool | None = ...) -> list[Answer]: ...
+    def generate(
+        self, prompts: Sequence[Prompt], params: Params = ..., progress: bool | None = ...
+    ) -> list[Answer]: ...
     def generate(self, prompts: Any, params: Params = DEFAULT, progress: bool | None = None) -> Answer | list[Answer]:
         """Answer a prompt, or many: see the module. `params` for all, or one for each prompt.
 
-        `progress` shows a bar on stderr (default: for several prompts, in a terminal). Raises `UserError` before anything runs where a
-        prompt cannot be answered; it names the prompt by its number.
+        `progress` shows a bar on stderr (default: for several prompts, in a terminal). Raises `UserError` before
+        anything runs where a prompt cannot be answered; it names the prompt by its number.
         """
         single = _is_prompt(prompts)
         answers = self._answers(self._token_ids([prompts] if single else prompts), params, progress)
@@ -193,7 +201,9 @@ class LLM:
         """Queue all prompts, or none."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
-            raise UserError(f"params: {len(each)} were given for {len(prompts)} prompts; give one for all, or one for each")
+            raise UserError(
+                f"params: {len(each)} were given for {len(prompts)} prompts; give one for all, or one for each"
+            )
         names: dict[str, int] = {}
         for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
             try:

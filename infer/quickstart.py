@@ -1,4 +1,6 @@
-"""The whole path on this machine, on a real model: fetch it, fine-tune its drafter, measure, and say how to go on (`make quickstart`)."""
+"""The whole path on this machine, on a real model: fetch it, fine-tune its drafter, measure, and say how to go on
+(`make quickstart`).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from drafters.errors import UserError, run_command
+from drafters.base.errors import UserError, run_command
 from infer.console import Parser, interruptible, loading
 
 DESCRIPTION = """\
@@ -46,10 +48,14 @@ console = Console(highlight=False, markup=False)  # a directory may have bracket
 def main(argv: list[str]) -> int:
     """The command."""
     parser = Parser("python -m infer.quickstart", DESCRIPTION, EXAMPLES)
-    parser.add_argument("--out", default="runs/quickstart", metavar="DIR", help="where everything goes (default: runs/quickstart)")
+    parser.add_argument(
+        "--out", default="runs/quickstart", metavar="DIR", help="where everything goes (default: runs/quickstart)"
+    )
     parser.add_argument("--minutes", type=float, default=4.0, metavar="M", help="time for training steps (default: 4)")
     parser.add_argument("--num-prompts", type=int, default=12, metavar="N", help="prompts to measure on (default: 12)")
-    parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="longest answer, in tokens (default: 96)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=96, metavar="N", help="longest answer, in tokens (default: 96)"
+    )
     options = parser.read(argv)
     check_place()
     out = Path(options.out)
@@ -70,7 +76,9 @@ def check_place() -> None:
     """Raise `UserError` where the files this command works on are not there."""
     for path in (f"{SHIPPED}/config.json", f"{RECIPES}/train.yaml", f"{RECIPES}/evaluate.yaml", *PROMPTS):
         if not Path(path).exists():
-            raise UserError(f"no such file or directory: {path}; run `make quickstart` at the root of a complete checkout")
+            raise UserError(
+                f"no such file or directory: {path}; run `make quickstart` at the root of a complete checkout"
+            )
 
 
 @contextmanager
@@ -85,7 +93,7 @@ def step(number: int, title: str) -> Iterator[None]:
 
 def fetch_target() -> str:
     """The target's directory; downloaded and converted by the first run."""
-    from drafters.target_files import resolve_target
+    from drafters.targets.files import resolve_target
 
     with loading("fetching and converting (once; about 100 MB) ..."):
         place = resolve_target(TARGET)
@@ -106,7 +114,9 @@ def fine_tuned_drafter(out: Path, minutes: float) -> Path:
     if interrupt:
         raise KeyboardInterrupt
     if status != 0 or not best.is_dir():
-        raise UserError(f"training ended with status {status}; its message stands above, and running this command again resumes it")
+        raise UserError(
+            f"training ended with status {status}; its message stands above, and running this command again resumes it"
+        )
     return best
 
 
@@ -129,7 +139,16 @@ def measure(drafter: Path, out: Path, num_prompts: int, max_new_tokens: int) -> 
     """`infer.evaluate` on the shipped prompts, none of which is in the corpus; its exit status."""
     from infer import evaluate
 
-    arguments = ["--recipe", f"{RECIPES}/evaluate.yaml", "--prompts", *PROMPTS, "--out", str(out), "--modes", "ar,sd,ssd"]
+    arguments = [
+        "--recipe",
+        f"{RECIPES}/evaluate.yaml",
+        "--prompts",
+        *PROMPTS,
+        "--out",
+        str(out),
+        "--modes",
+        "ar,sd,ssd",
+    ]
     arguments += ["--num-prompts", str(num_prompts), "--max-new-tokens", str(max_new_tokens), f"drafter={drafter}"]
     return evaluate.main(arguments)
 
@@ -139,7 +158,7 @@ def show_answer(results: dict[str, Any], target: str) -> None:
     from transformers import AutoTokenizer
 
     from data.prompts import read_prompts
-    from infer.text import decode
+    from infer.text.detokenize import decode
 
     run = next(run for run in results["runs"] if run["mode"] == "ssd")
     output = run["outputs"][-1]

@@ -1,12 +1,14 @@
-"""Recipes of serving and measuring: settings for all modes, and under `modes:` what one mode has of its own (torch-free)."""
+"""Recipes of serving and measuring: settings for all modes, and under `modes:` what one mode has of its own
+(torch-free).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from drafters.errors import UserError, unknown_name
-from drafters.settings import build_settings, parse_overrides, read_yaml
+from drafters.base.errors import UserError, unknown_name
+from drafters.base.settings import build_settings, parse_overrides, read_yaml
 from infer.config import EngineSettings, Mode
 
 
@@ -23,12 +25,16 @@ class Recipe(NamedTuple):
 
 
 def read_recipe(path: str) -> Recipe:
-    """Read a recipe. Raises `UserError` where the file is missing or its part `modes:` is no mapping of modes to settings."""
+    """Read a recipe. Raises `UserError` where the file is missing or its part `modes:` is no mapping of modes to
+    settings.
+    """
     common = read_yaml(path)
     modes = common.pop("modes", None) or {}
     if not isinstance(modes, Mapping) or not all(isinstance(value, Mapping) for value in modes.values()):
         raise UserError(f"{path}: `modes:` has to hold settings by mode, such as sd: {{lookahead: 2}}")
-    return Recipe(path, common, {mode_named(name, f"{path}: modes"): dict(settings) for name, settings in modes.items()})
+    return Recipe(
+        path, common, {mode_named(name, f"{path}: modes"): dict(settings) for name, settings in modes.items()}
+    )
 
 
 def load_engine_settings(path: str, mode: Mode, overrides: Sequence[str]) -> EngineSettings:

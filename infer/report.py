@@ -13,32 +13,56 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from drafters.errors import UserError, run_command
-from drafters.pages import cards, number, page, percent, plot, section, table, text
+from drafters.base.errors import UserError, run_command
+from drafters.base.pages import cards, number, page, percent, plot, section, table, text
 from infer.console import Parser
 
 COLOURS = {"ar": "#8a8f98", "sd": "#2a78b8", "ssd": "#d9541e"}
-PARTS = (("verify", "verification", "#2a78b8"), ("drafting", "standing still for the drafter", "#d9541e"), ("other", "the rest", "#c9ccd1"))
+PARTS = (
+    ("verify", "verification", "#2a78b8"),
+    ("drafting", "standing still for the drafter", "#d9541e"),
+    ("other", "the rest", "#c9ccd1"),
+)
 GLOSSARY = (
-    ("ar, sd, ssd", "The target alone; target and drafter in turns; both at once, the drafter preparing for the outcomes it expects."),
-    ("tokens/s", "Decoding speed: tokens after each answer's first, over the time they took. The forward of the prompt is left out."),
-    ("tokens per round", "Tokens committed for each forward of the target, the target's own token included. Alone it makes 1."),
+    (
+        "ar, sd, ssd",
+        "The target alone; target and drafter in turns; both at once, the drafter preparing for the outcomes it expects.",
+    ),
+    (
+        "tokens/s",
+        "Decoding speed: tokens after each answer's first, over the time they took. The forward of the prompt is left out.",
+    ),
+    (
+        "tokens per round",
+        "Tokens committed for each forward of the target, the target's own token included. Alone it makes 1.",
+    ),
     ("acceptance at position j", "How often the j-th drafted token is accepted, where those before it were."),
-    ("hit rate", "How often the outcome of a verification was among those prepared for. The first round of an answer is not counted."),
+    (
+        "hit rate",
+        "How often the outcome of a verification was among those prepared for. The first round of an answer is not counted.",
+    ),
     (
         "retention",
         "Tokens per round after hits, over those of drafts from the target's own features at the same places (replayed afterwards): "
         "what is left when features lag behind.",
     ),
-    ("waits / busy", "In hit rounds, the target's waits over the drafter's working time: near 0, drafting costs no time."),
-    ("interval", "95 % bootstrap interval over prompts: prompts are drawn again with replacement, the modes of a prompt stay together."),
+    (
+        "waits / busy",
+        "In hit rounds, the target's waits over the drafter's working time: near 0, drafting costs no time.",
+    ),
+    (
+        "interval",
+        "95 % bootstrap interval over prompts: prompts are drawn again with replacement, the modes of a prompt stay together.",
+    ),
 )
 
 
 def main(argv: list[str]) -> int:
     """The command."""
     parser = Parser(
-        "python -m infer.report", "Write report.html and plots/ again from a results.json.", "  python -m infer.report runs/x/results.json"
+        "python -m infer.report",
+        "Write report.html and plots/ again from a results.json.",
+        "  python -m infer.report runs/x/results.json",
     )
     parser.add_argument("results", metavar="FILE", help="a results.json of infer.evaluate")
     path = Path(parser.read(argv).results)
@@ -93,10 +117,18 @@ def speed_plot(results: Mapping[str, Any]) -> str | None:
         errors = [[max(0.0, value - low) for value, (low, _) in zip(values, ends, strict=True)]]
         errors += [[max(0.0, high - value) for value, (_, high) in zip(values, ends, strict=True)]]
         axes.barh(
-            range(len(runs)), values, xerr=errors, color=[COLOURS[run["mode"]] for run in runs], height=0.6, ecolor="#33373d", capsize=3
+            range(len(runs)),
+            values,
+            xerr=errors,
+            color=[COLOURS[run["mode"]] for run in runs],
+            height=0.6,
+            ecolor="#33373d",
+            capsize=3,
         )
         for row, (value, (_, high)) in enumerate(zip(values, ends, strict=True)):
-            axes.annotate(f"{value:.1f}", (max(value, high), row), xytext=(6, 0), textcoords="offset points", va="center")
+            axes.annotate(
+                f"{value:.1f}", (max(value, high), row), xytext=(6, 0), textcoords="offset points", va="center"
+            )
         axes.set_yticks(range(len(runs)), list(map(_tick, runs)))
         axes.invert_yaxis()
         axes.set_xlim(right=1.15 * max(high for _, high in ends))
@@ -113,7 +145,14 @@ def acceptance_plot(results: Mapping[str, Any]) -> str | None:
         for place, run in enumerate(runs):
             points = [(j, rate) for j, rate in enumerate(run["acceptance_by_position"], start=1) if rate is not None]
             style = "-" if run["label"] == run["mode"] else "--"
-            axes.plot(*zip(*points, strict=True), style, marker="o", color=COLOURS[run["mode"]], label=run["label"], alpha=1 - 0.1 * place)
+            axes.plot(
+                *zip(*points, strict=True),
+                style,
+                marker="o",
+                color=COLOURS[run["mode"]],
+                label=run["label"],
+                alpha=1 - 0.1 * place,
+            )
         longest = max(len(run["acceptance_by_position"]) for run in runs)
         axes.set_xticks(range(1, longest + 1))
         axes.set_ylim(0, 1)
@@ -126,13 +165,22 @@ def acceptance_plot(results: Mapping[str, Any]) -> str | None:
 
 def hit_plot(results: Mapping[str, Any]) -> str | None:
     """Tokens per round after a hit and after a miss."""
-    runs = [run for run in results["runs"] if run["tokens_per_round_hit"] is not None or run["tokens_per_round_miss"] is not None]
+    runs = [
+        run
+        for run in results["runs"]
+        if run["tokens_per_round_hit"] is not None or run["tokens_per_round_miss"] is not None
+    ]
 
     def draw(axes: Axes) -> None:
-        kinds = (("tokens_per_round_hit", "after a hit", "#d9541e"), ("tokens_per_round_miss", "after a miss", "#f0b79d"))
+        kinds = (
+            ("tokens_per_round_hit", "after a hit", "#d9541e"),
+            ("tokens_per_round_miss", "after a miss", "#f0b79d"),
+        )
         for offset, (name, label, colour) in zip((-0.2, 0.2), kinds, strict=True):
             values = [run[name] or 0.0 for run in runs]
-            bars = axes.barh([row + offset for row in range(len(runs))], values, height=0.36, color=colour, label=label)
+            bars = axes.barh(
+                [row + offset for row in range(len(runs))], values, height=0.36, color=colour, label=label
+            )
             axes.bar_label(bars, fmt="%.2f", padding=5)
         axes.axvline(1, color="#33373d", linewidth=0.8, linestyle=":")
         axes.set_yticks(range(len(runs)), list(map(_tick, runs)))
@@ -155,7 +203,13 @@ def round_plot(results: Mapping[str, Any]) -> str | None:
             axes.barh(range(len(runs)), values, left=left, height=0.6, color=colour, label=label)
             left = [start + value for start, value in zip(left, values, strict=True)]
         for row, run in enumerate(runs):
-            axes.annotate(f"{run['round_ms']['mean']:.1f}", (left[row], row), xytext=(5, 0), textcoords="offset points", va="center")
+            axes.annotate(
+                f"{run['round_ms']['mean']:.1f}",
+                (left[row], row),
+                xytext=(5, 0),
+                textcoords="offset points",
+                va="center",
+            )
         axes.set_yticks(range(len(runs)), list(map(_tick, runs)))
         axes.invert_yaxis()
         axes.margins(x=0.1)
@@ -201,7 +255,9 @@ def _headline(results: Mapping[str, Any]) -> str:
     entries = []
     for name, interval in results["ratio_intervals"].items():
         if interval:
-            entries.append((f"{interval['value']:.2f}x", names[name], f"{interval['low']:.2f} to {interval['high']:.2f}"))
+            entries.append(
+                (f"{interval['value']:.2f}x", names[name], f"{interval['low']:.2f} to {interval['high']:.2f}")
+            )
     return cards(entries)
 
 
@@ -210,9 +266,21 @@ def _runs_table(results: Mapping[str, Any]) -> str:
     head += ["verify ms", "p90", "drafter ms", "p90", "wait ms", "p90", "new tokens", "prompts s", "decoding s"]
     rows = []
     for run in results["runs"]:
-        spreads = [(run[name] or {}).get(part) for name in ("verify_ms", "draft_ms", "wait_ms") for part in ("p50", "p90")]
-        row = [run["label"], number(run["tokens_per_second"], 1), number(run["tokens_per_round"], 2), percent(run["hit_rate"])]
-        row += [number(run["tokens_per_round_hit"], 2), number(run["tokens_per_round_miss"], 2), _retention(run), percent(run["hidden"])]
+        spreads = [
+            (run[name] or {}).get(part) for name in ("verify_ms", "draft_ms", "wait_ms") for part in ("p50", "p90")
+        ]
+        row = [
+            run["label"],
+            number(run["tokens_per_second"], 1),
+            number(run["tokens_per_round"], 2),
+            percent(run["hit_rate"]),
+        ]
+        row += [
+            number(run["tokens_per_round_hit"], 2),
+            number(run["tokens_per_round_miss"], 2),
+            _retention(run),
+            percent(run["hidden"]),
+        ]
         row += [number(value, 1) for value in spreads]
         row += [str(run["new_tokens"]), number(run["prefill_seconds"], 1), number(run["seconds"], 1)]
         rows.append(row)

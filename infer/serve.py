@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from drafters.errors import run_command
+from drafters.base.errors import run_command
 from infer.config import Mode
 from infer.console import Parser, loading, note
 from infer.recipe import load_engine_settings
@@ -49,9 +49,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options; `overrides` are the `key=value` settings."""
     parser = Parser("python -m infer.serve", DESCRIPTION, EXAMPLES)
     parser.add_recipe()
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1; 0.0.0.0 is every network)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1; 0.0.0.0 is every network)"
+    )
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000; 0 takes a free one)")
-    parser.add_argument("--mode", choices=[mode.value for mode in Mode], default="ssd", help="how tokens are made (default: ssd)")
+    parser.add_argument(
+        "--mode", choices=[mode.value for mode in Mode], default="ssd", help="how tokens are made (default: ssd)"
+    )
     parser.add_argument("--model-name", metavar="NAME", help="what clients give as model (default: the target's name)")
     return parser.read(argv)
 

@@ -10,7 +10,8 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# A start-of-text token, a blank line behind the header, contents trimmed, tools in the system turn, results from `ipython`.
+# A start-of-text token, a blank line behind the header, contents trimmed, tools in the system turn, results from
+# `ipython`.
 LLAMA3 = """\
 {{- '<|begin|>' }}
 {%- if tools %}{{- '<|header|>system<|/header|>\n\nYou may call:' }}
@@ -24,7 +25,8 @@ LLAMA3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|header|>assistant<|/header|>\n\n' }}{%- endif %}"""
 
-# Thinking of the last answers alone is written; without it an empty block; `enable_thinking` false puts that block into the prompt.
+# Thinking of the last answers alone is written; without it an empty block; `enable_thinking` false puts that block
+# into the prompt.
 QWEN3 = """\
 {%- if tools %}{{- '<|im_start|>system\n' }}
 {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
@@ -76,7 +78,8 @@ MISTRAL = """\
 {%- else %}{{- raise_exception('a system message has to be the first') }}{%- endif %}
 {%- endfor %}"""
 
-# The assistant is called model, user and model take turns, a system message is refused, and another token than eos ends a turn.
+# The assistant is called model, user and model take turns, a system message is refused, and another token than eos
+# ends a turn.
 GEMMA = """\
 {{- '<bos>' }}
 {%- for m in messages %}
@@ -86,7 +89,8 @@ GEMMA = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}"""
 
-# What ends an answer takes the blanks behind it (`rstrip`), and the whole conversation ends with one more special token.
+# What ends an answer takes the blanks behind it (`rstrip`), and the whole conversation ends with one more special
+# token.
 PHI3 = """\
 {%- for m in messages %}{{- '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>\n' }}{%- else %}{{- '<|endoftext|>' }}{%- endif %}"""
@@ -109,7 +113,9 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, rstrip=template == PHI3) for token in SPECIALS[template]])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, rstrip=template == PHI3) for token in SPECIALS[template]]
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIALS[template][1])
     tokenizer.chat_template = template
     return tokenizer

@@ -1,4 +1,6 @@
-"""Plain twins of the drafting side of serving: one slot at a time over an explicit list of the slots it sees. Slow, and obvious."""
+"""Plain twins of the drafting side of serving: one slot at a time over an explicit list of the slots it sees. Slow,
+and obvious.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from torch import Tensor
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.eagle3_ssd.outcomes import find, select
 from drafters.eagle3_ssd.vocab import VocabMap
-from train.replay import Plan, Round
+from train.validation.replay import Plan, Round
 
 
 class Node(NamedTuple):
@@ -48,7 +50,9 @@ class PlainDrafter:
 
 
 class PlainRound:
-    """The drafting of one request by the rules: committed slots, glue with stale features, a branch over explicit keys."""
+    """The drafting of one request by the rules: committed slots, glue with stale features, a branch over explicit
+    keys.
+    """
 
     def __init__(self, plain: PlainDrafter, tokens: list[int], features: list[Tensor]) -> None:
         self.plain, self.tokens, self.features = plain, tokens, features
@@ -88,11 +92,19 @@ class PlainDraft(NamedTuple):
 
 
 def plain_rounds(
-    model: Eagle3Drafter, vocab: VocabMap, tokens: Sequence[int], features: Sequence[Tensor], first: int, plan: Plan, refresh: int = 0
+    model: Eagle3Drafter,
+    vocab: VocabMap,
+    tokens: Sequence[int],
+    features: Sequence[Tensor],
+    first: int,
+    plan: Plan,
+    refresh: int = 0,
 ) -> list[Round]:
-    """The rounds of a greedy answer `tokens[first:]`, by `ssd.md` section 5 to the letter: whole speculations, drafted as served.
+    """The rounds of a greedy answer `tokens[first:]`, by `ssd.md` section 5 to the letter: whole speculations, drafted
+    as served.
 
-    Each round: the committed slots, the glue over all tokens in flight, the choice of branches, the branch of the outcome.
+    Each round: the committed slots, the glue over all tokens in flight, the choice of branches, the branch of the
+    outcome.
     """
     K = len(plan.after_hit) - 1
     with_true_features = PlainRound(PlainDrafter(model), list(tokens), list(features)).committed()
@@ -112,8 +124,20 @@ def plain_rounds(
         ranked = everything.tokens[everything.offsets[accepted] : everything.offsets[accepted + 1]]
         place = ranked.index(bonus) if bonus in ranked else None
         sure = tuple(draft.confidences[: accepted + 1])
-        rounds.append(Round(committed - 2, len(draft.tokens), accepted, fresh, state is not None, place if plan.looks_up else None, sure))
-        branches = select(logits, draft.tokens, plan.after_miss if state is None else plan.after_hit, vocab.draft_to_target)
+        rounds.append(
+            Round(
+                committed - 2,
+                len(draft.tokens),
+                accepted,
+                fresh,
+                state is not None,
+                place if plan.looks_up else None,
+                sure,
+            )
+        )
+        branches = select(
+            logits, draft.tokens, plan.after_miss if state is None else plan.after_hit, vocab.draft_to_target
+        )
         state = None
         if find(branches, accepted, bonus) is not None:
             sees = [*nodes, *glue[:accepted]]

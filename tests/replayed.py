@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from data.pack import PackedRow
+from data.chat.pack import PackedRow
 from drafters.eagle3_ssd.checkpoint import LoadedDrafter
 from drafters.eagle3_ssd.outcomes import fan_out, statistics_of
-from drafters.targets import Target
-from infer.draft_plan import DraftPlan
-from infer.request import Request, RoundRecord, Source
-from train.drafting import Answer, Serving, true_slots
-from train.features import Features, compute_features
-from train.heldout import find_answers
-from train.replay import Plan
-from train.unroll import Rows
+from drafters.targets.target import Target
+from infer.draft.plan import DraftPlan
+from infer.engine.request import Request, RoundRecord, Source
+from train.objective.unroll import Rows
+from train.target_features.features import Features, compute_features
+from train.validation.drafting import Answer, Serving, true_slots
+from train.validation.heldout import find_answers
+from train.validation.replay import Plan
 
 
 def rows_of(requests: Sequence[Request]) -> list[PackedRow]:
@@ -27,18 +27,27 @@ def rows_of(requests: Sequence[Request]) -> list[PackedRow]:
     for request in requests:
         tokens, turns, documents, positions = (np.zeros(length, dtype=np.int64) for _ in range(4))
         count, prompt = len(request.tokens), len(request.prompt_ids)
-        tokens[:count], turns[prompt:count], documents[:count], positions[:count] = request.tokens, 1, 1, np.arange(count)
+        tokens[:count], turns[prompt:count], documents[:count], positions[:count] = (
+            request.tokens,
+            1,
+            1,
+            np.arange(count),
+        )
         rows.append(PackedRow(tokens, turns, documents, positions))
     return rows
 
 
 @torch.no_grad()
-def serving_of(target: Target, loaded: LoadedDrafter, requests: Sequence[Request], plan: DraftPlan) -> tuple[Serving, list[Answer]]:
+def serving_of(
+    target: Target, loaded: LoadedDrafter, requests: Sequence[Request], plan: DraftPlan
+) -> tuple[Serving, list[Answer]]:
     """The drafting side of these requests as training replays it, and where their answers are."""
     features: Features = compute_features(target, rows_of(requests), loaded.config.tap_hidden_states_ids)
     rows = Rows(features.token_ids, features.positions, features.document_ids)
     slots = true_slots(loaded.model, rows, loaded.model.fuse(features.taps))
-    return Serving(loaded.model, loaded.vocab, rows, slots, plan.lookahead, plan.refresh), [answer for answer, _ in find_answers(features)]
+    return Serving(loaded.model, loaded.vocab, rows, slots, plan.lookahead, plan.refresh), [
+        answer for answer, _ in find_answers(features)
+    ]
 
 
 def plan_of(loaded: LoadedDrafter, plan: DraftPlan) -> Plan:

@@ -1,4 +1,6 @@
-"""A tiny target made on the spot: a byte-level tokenizer with a ChatML template and a random Llama that fits in a megabyte."""
+"""A tiny target made on the spot: a byte-level tokenizer with a ChatML template and a random Llama that fits in a
+megabyte.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from drafters.eagle3_ssd.checkpoint import save_drafter
 from drafters.eagle3_ssd.config import DrafterConfig
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.eagle3_ssd.vocab import VocabMap
-from drafters.targets import Target
+from drafters.targets.target import Target
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -37,7 +39,9 @@ def tiny_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
 
 
 def tiny_model(seed: int = 0, layers: int = 6, vocab_size: int = 259, sharpness: float = 4.0) -> LlamaForCausalLM:
-    """A random Llama: hidden 32, 4 heads, 2 kv heads, in fp32. `sharpness` scales the head, so that argmaxes are clear."""
+    """A random Llama: hidden 32, 4 heads, 2 kv heads, in fp32. `sharpness` scales the head, so that argmaxes are
+    clear.
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -61,7 +65,9 @@ def tiny_model(seed: int = 0, layers: int = 6, vocab_size: int = 259, sharpness:
     return model
 
 
-def save_tiny_target(directory: Path, seed: int = 0, layers: int = 6, vocab_size: int = 259, sharpness: float = 4.0) -> Path:
+def save_tiny_target(
+    directory: Path, seed: int = 0, layers: int = 6, vocab_size: int = 259, sharpness: float = 4.0
+) -> Path:
     """Write tokenizer and model as a transformers directory; `--target DIRECTORY` loads it."""
     tiny_model(seed, layers, vocab_size, sharpness).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
@@ -69,9 +75,16 @@ def save_tiny_target(directory: Path, seed: int = 0, layers: int = 6, vocab_size
 
 
 def save_tiny_drafter(
-    directory: Path, target: Target, layers: int = 1, draft_vocab_size: int = 200, seed: int = 1, norms: Sequence[str] = ()
+    directory: Path,
+    target: Target,
+    layers: int = 1,
+    draft_vocab_size: int = 200,
+    seed: int = 1,
+    norms: Sequence[str] = (),
 ) -> Path:
-    """Write a random drafter for a tiny target, with a card whose tables let every policy run. `norms`: config switches to set."""
+    """Write a random drafter for a tiny target, with a card whose tables let every policy run. `norms`: config
+    switches to set.
+    """
     torch.manual_seed(seed)
     facts = target.facts
     config = DrafterConfig(
@@ -98,8 +111,12 @@ def save_tiny_drafter(
             if weight.dim() == 2 and weight.requires_grad:
                 weight.normal_(0.0, 1.5 / weight.shape[1] ** 0.5)
         for name, weight in model.named_parameters():
-            if norms and "norm" in name:  # a stream as large as a trained one: what a random layer adds to a small one is chaos
-                weight.uniform_(4.0, 8.0) if name in ("feature_norm.weight", "norm.weight") else weight.uniform_(0.5, 1.5)
+            if (
+                norms and "norm" in name
+            ):  # a stream as large as a trained one: what a random layer adds to a small one is chaos
+                weight.uniform_(4.0, 8.0) if name in ("feature_norm.weight", "norm.weight") else weight.uniform_(
+                    0.5, 1.5
+                )
         model.embed_tokens.weight.copy_(target.embed_weight)
     table = Measured(reach=(0.5, 0.2, 0.1, 0.1, 0.1), recall=((0.2, 0.3, 0.4),) * 5)
     card = DrafterCard(

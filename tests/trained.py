@@ -1,4 +1,6 @@
-"""A tiny drafter that really drafts: trained for seconds on what a tiny target writes, so that tests see hits and acceptance."""
+"""A tiny drafter that really drafts: trained for seconds on what a tiny target writes, so that tests see hits and
+acceptance.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,20 @@ import torch
 from torch.nn import functional as F
 
 from drafters.eagle3_ssd.checkpoint import load_drafter, save_drafter
-from drafters.targets import Target, load_target, tap_features
+from drafters.targets.target import Target, load_target, tap_features
 from infer.config import EngineSettings, Mode
-from infer.engine import Engine
+from infer.engine.engine import Engine
+from infer.engine.request import Request, SamplingParams
 from infer.launch import launch
-from infer.request import Request, SamplingParams
 from tests.tiny import save_tiny_drafter, save_tiny_target
-from train.unroll import Rows, unroll
+from train.objective.unroll import Rows, unroll
 
 STEPS, DEPTH, LENGTH = 120, 4, 64
 
 
-def run(engine_settings: EngineSettings, mode: Mode, target: Target, prompts: list[list[int]], params: SamplingParams) -> list[Request]:
+def run(
+    engine_settings: EngineSettings, mode: Mode, target: Target, prompts: list[list[int]], params: SamplingParams
+) -> list[Request]:
     """Answer `prompts` and return their requests, in order. The drafter runs in this process."""
     with launch(engine_settings, mode, target, in_process=True) as engine:
         names = [engine.submit(prompt, params) for prompt in prompts]

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from drafters.settings import Settings
-from drafters.template import TemplateOptions
+from drafters.base.settings import Settings
+from drafters.targets.template import TemplateOptions
 
 NormSetting = Literal["none", "fixed", "learnt"]
 
@@ -27,10 +27,13 @@ class FeatureSettings(Settings):
 
     mode: Literal["offline", "online"] = "offline"
     target: Literal["whole", "sharded"] = Field(
-        default="whole", description="sharded: the processes of a node share the target's weights; for one that fits no single device"
+        default="whole",
+        description="sharded: the processes of a node share the target's weights; for one that fits no single device",
     )
     directory: str = "runs/features"
-    per_node: bool = Field(default=False, description="each node has its own directory, and builds the whole store there")
+    per_node: bool = Field(
+        default=False, description="each node has its own directory, and builds the whole store there"
+    )
     rows_per_shard: PositiveInt = 32
     rows_per_forward: PositiveInt = 4
     max_gigabytes: PositiveFloat = Field(default=50.0, description="ask before writing a larger store; --yes agrees")
@@ -42,10 +45,18 @@ class DrafterSettings(Settings):
     init: str = Field(default="target", description="'target', 'random', or a drafter directory to go on from")
     num_hidden_layers: PositiveInt = 1
     draft_vocab_size: PositiveInt = 8192
-    feature_norm: NormSetting = Field(default="none", description="RMS norm of every feature that enters the first layer and its residual")
-    fc_norm: NormSetting = Field(default="none", description="RMS norm of each tap before fc; fixed: at the target's scale")
-    norm_output: bool = Field(default=False, description="feed back the output of the drafter's final norm (EAGLE-3.1)")
-    tap_hidden_states_ids: tuple[int, int, int] | None = Field(default=None, description="default: 2, L//2, L-3 of the target's L layers")
+    feature_norm: NormSetting = Field(
+        default="none", description="RMS norm of every feature that enters the first layer and its residual"
+    )
+    fc_norm: NormSetting = Field(
+        default="none", description="RMS norm of each tap before fc; fixed: at the target's scale"
+    )
+    norm_output: bool = Field(
+        default=False, description="feed back the output of the drafter's final norm (EAGLE-3.1)"
+    )
+    tap_hidden_states_ids: tuple[int, int, int] | None = Field(
+        default=None, description="default: 2, L//2, L-3 of the target's L layers"
+    )
 
 
 class OptimizerSettings(Settings):
@@ -64,12 +75,16 @@ class ServingSettings(Settings):
     """How the drafter will be served, for the estimate of which depths serving visits."""
 
     lookahead: PositiveInt = Field(default=5, description="K, the tokens of a speculation")
-    fan_out: PositiveInt = Field(default=4, description="F, the bonus tokens prepared for each k: about budget / (K + 1)")
+    fan_out: PositiveInt = Field(
+        default=4, description="F, the bonus tokens prepared for each k: about budget / (K + 1)"
+    )
     refresh: NonNegativeInt = Field(default=0, description="passes that make the first in-flight slots exact again")
 
 
 class LossSettings(Settings):
-    """What is minimised: kl * KL + acceptance * expected rejection, weighted by depth, + bonus * the loss of what SSD caches."""
+    """What is minimised: kl * KL + acceptance * expected rejection, weighted by depth, + bonus * the loss of what SSD
+    caches.
+    """
 
     kl: NonNegativeFloat = 1.0
     acceptance: NonNegativeFloat = 0.0
@@ -79,19 +94,24 @@ class LossSettings(Settings):
     gamma: float = Field(default=0.9, gt=0, le=1, description="weight of depth d is gamma^d under 'decay'")
     serving: ServingSettings = ServingSettings()
     window: PositiveInt | None = Field(default=None, description="refresh window w of the unroll; null is infinite")
-    recompute: bool = Field(default=False, description="recompute activations in the backward pass: less memory, a third more time")
+    recompute: bool = Field(
+        default=False, description="recompute activations in the backward pass: less memory, a third more time"
+    )
 
 
 class Stage(Settings):
     """A part of the curriculum: so many optimizer steps at one unroll depth.
 
-    With `replay` an anchor trains one round of serving instead of one unroll: the glue pass over K slots and K steps of one branch, at a
-    shift and a fork drawn as often as serving visits them. Shifts go up to depth - 2 K, K = loss.serving.lookahead.
+    With `replay` an anchor trains one round of serving instead of one unroll: the glue pass over K slots and K steps
+    of one branch, at a shift and a fork drawn as often as serving visits them. Shifts go up to depth - 2 K, K =
+    loss.serving.lookahead.
     """
 
     steps: PositiveInt
     depth: NonNegativeInt = Field(description="deepest drafter step; depth 0 is the step with true features")
-    anchors_per_row: PositiveInt | None = Field(default=None, description="anchors sampled for depths >= 1; null takes all")
+    anchors_per_row: PositiveInt | None = Field(
+        default=None, description="anchors sampled for depths >= 1; null takes all"
+    )
     replay: bool = False
 
 
@@ -103,31 +123,51 @@ class BatchSettings(Settings):
 
 
 class HeldoutSettings(Settings):
-    """What is measured on held-out data, and when. Serving is replayed with these settings, and its speed is predicted."""
+    """What is measured on held-out data, and when. Serving is replayed with these settings, and its speed is
+    predicted.
+    """
 
     every: PositiveInt = 200
-    patience: PositiveInt | None = Field(default=None, description="stop after so many measurements without a better predicted speed")
+    patience: PositiveInt | None = Field(
+        default=None, description="stop after so many measurements without a better predicted speed"
+    )
     max_rows: PositiveInt = 32
-    max_answers: PositiveInt = Field(default=12, description="answers that serving is replayed on: most of a measurement's time")
-    anchors_per_row: PositiveInt | None = Field(default=32, description="anchors for figures per depth; null takes all")
-    depth: PositiveInt | None = Field(default=None, description="deepest step that figures per depth go to; default 2 * lookahead")
+    max_answers: PositiveInt = Field(
+        default=12, description="answers that serving is replayed on: most of a measurement's time"
+    )
+    anchors_per_row: PositiveInt | None = Field(
+        default=32, description="anchors for figures per depth; null takes all"
+    )
+    depth: PositiveInt | None = Field(
+        default=None, description="deepest step that figures per depth go to; default 2 * lookahead"
+    )
     lookahead: PositiveInt = 5
-    fallback_lookahead: PositiveInt | None = Field(default=None, description="tokens drafted after a miss; default lookahead")
+    fallback_lookahead: PositiveInt | None = Field(
+        default=None, description="tokens drafted after a miss; default lookahead"
+    )
     budgets: tuple[PositiveInt, ...] = Field(default=(6, 12, 24, 48), min_length=1)
-    refresh: tuple[NonNegativeInt, ...] = Field(default=(0,), min_length=1, description="numbers of refresh passes to compare")
+    refresh: tuple[NonNegativeInt, ...] = Field(
+        default=(0,), min_length=1, description="numbers of refresh passes to compare"
+    )
     step_share: PositiveFloat | None = Field(
-        default=None, description="time of a drafter step over that of a verification; default: the drafter's weights over the target's"
+        default=None,
+        description="time of a drafter step over that of a verification; default: the drafter's weights over the target's",
     )
     row_share: NonNegativeFloat | None = Field(
-        default=None, description="time of each further row of a drafter step, as a share of the step; default 0.03 on CPU, else 0.003"
+        default=None,
+        description="time of each further row of a drafter step, as a share of the step; default 0.03 on CPU, else 0.003",
     )
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> HeldoutSettings:
         if self.fallback_lookahead is not None and self.fallback_lookahead > self.lookahead:
-            raise ValueError(f"fallback_lookahead = {self.fallback_lookahead} is more than lookahead = {self.lookahead}; give less")
+            raise ValueError(
+                f"fallback_lookahead = {self.fallback_lookahead} is more than lookahead = {self.lookahead}; give less"
+            )
         if max(self.refresh) > self.lookahead:
-            raise ValueError(f"refresh = {list(self.refresh)} has more than lookahead = {self.lookahead}; give 0..lookahead")
+            raise ValueError(
+                f"refresh = {list(self.refresh)} has more than lookahead = {self.lookahead}; give 0..lookahead"
+            )
         return self
 
 
@@ -151,8 +191,12 @@ class TrainSettings(Settings):
     target: str
     output: str = Field(description="directory of the run: metrics.jsonl, states/, best-eagle3/ and final-eagle3/")
     seed: int = 0
-    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of the forward passes; master weights are fp32")
-    minutes: PositiveFloat | None = Field(default=None, description="stop after that long, state saved and drafter written")
+    dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description="of the forward passes; master weights are fp32"
+    )
+    minutes: PositiveFloat | None = Field(
+        default=None, description="stop after that long, state saved and drafter written"
+    )
     data: DataSettings
     curriculum: tuple[Stage, ...] = Field(min_length=1)
     features: FeatureSettings = FeatureSettings()
@@ -180,7 +224,9 @@ class TrainSettings(Settings):
                     "or more, so that there is a round after a hit to replay"
                 )
             if stage.replay and self.loss.window is not None:
-                raise ValueError(f"loss.window = {self.loss.window} approximates what a stage with replay does exactly; leave one out")
+                raise ValueError(
+                    f"loss.window = {self.loss.window} approximates what a stage with replay does exactly; leave one out"
+                )
         return self
 
     @property

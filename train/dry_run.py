@@ -1,4 +1,6 @@
-"""`--dry-run`: what a recipe takes, before anything is downloaded, loaded or rented. Models are built on the meta device only."""
+"""`--dry-run`: what a recipe takes, before anything is downloaded, loaded or rented. Models are built on the meta
+device only.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from data.conversations import read_conversations
-from data.pack import PackedRow, pack
-from data.render import render_all
+from data.chat.conversations import read_conversations
+from data.chat.pack import PackedRow, pack
+from data.chat.render import render_all
+from drafters.base.errors import UserError
 from drafters.eagle3_ssd.config import DrafterConfig
 from drafters.eagle3_ssd.model import Eagle3Drafter
-from drafters.errors import UserError
 from train.config import Stage, TrainSettings
-from train.gpus import USABLE, Gpu, gpu_named
-from train.memory import SLACK, Part, Place, Sharding, memory, moved_bytes, peak
-from train.plan import Forward, Product, flops, forwards, parameters, products, replayed
-from train.prepare import split
-from train.sizes import TargetSize, drafter_config, target_size
-from train.store import store_bytes
-from train.throughput import measured_seconds
+from train.costs.gpus import USABLE, Gpu, gpu_named
+from train.costs.memory import SLACK, Part, Place, Sharding, memory, moved_bytes, peak
+from train.costs.plan import Forward, Product, flops, forwards, parameters, products, replayed
+from train.costs.sizes import TargetSize, drafter_config, target_size
+from train.costs.throughput import measured_seconds
+from train.target_features.store import store_bytes
+from train.trainer.prepare import split
 
 LAUNCHES = 1e-3  # seconds a GPU needs at least for one layer of one drafter step, forward and backward: some 200 launches of 5 us
 
@@ -86,7 +88,9 @@ def dry_run(settings: TrainSettings, recipe: Path, launch: Launch, console: Cons
 def make_plan(settings: TrainSettings, recipe: Path, launch: Launch) -> Plan:
     """Sizes, rows and costs of a run."""
     if settings.batch.rows_per_step % launch.ranks:
-        raise UserError(f"batch.rows_per_step = {settings.batch.rows_per_step} cannot be shared by {launch.ranks} ranks; take a multiple")
+        raise UserError(
+            f"batch.rows_per_step = {settings.batch.rows_per_step} cannot be shared by {launch.ranks} ranks; take a multiple"
+        )
     target = target_size(settings.target, recipe)
     config = drafter_config(settings, target.config)
     with torch.device("meta"):
@@ -99,23 +103,33 @@ def make_plan(settings: TrainSettings, recipe: Path, launch: Launch) -> Plan:
 
 
 def packed_rows(settings: TrainSettings, target: TargetSize) -> Rows:
-    """Pack the data as training would, where data and tokenizer are on this machine; else one row full of answer stands for all."""
+    """Pack the data as training would, where data and tokenizer are on this machine; else one row full of answer
+    stands for all.
+    """
     length = settings.data.row_length
-    full = PackedRow(np.ones(length, np.int64), np.ones(length, np.int32), np.ones(length, np.int32), np.arange(length))
+    full = PackedRow(
+        np.ones(length, np.int64), np.ones(length, np.int32), np.ones(length, np.int32), np.arange(length)
+    )
     assumed = "rows full of answer tokens are taken for them"
     if target.directory is None:
         return Rows([full], False, f"not counted, the target's tokenizer is not on this machine: {assumed}")
     from transformers import AutoTokenizer
 
     try:
-        conversations = [c for path in settings.data.paths for c in read_conversations(path, settings.data.max_conversations)]
+        conversations = [
+            c for path in settings.data.paths for c in read_conversations(path, settings.data.max_conversations)
+        ]
         kept, _ = split(conversations, settings.data.heldout_conversations)
     except UserError as error:
         return Rows([full], False, f"not counted ({error}): {assumed}")
-    examples = render_all(kept, AutoTokenizer.from_pretrained(target.directory), length, settings.data.template).examples
+    examples = render_all(
+        kept, AutoTokenizer.from_pretrained(target.directory), length, settings.data.template
+    ).examples
     rows = pack(examples, length)
     answers = sum(int((row.turn_ids > 0).sum()) for row in rows)
-    return Rows(rows, True, f"{len(examples):,} conversations, {answers:,} answer tokens in {len(rows):,} rows of {length}")
+    return Rows(
+        rows, True, f"{len(examples):,} conversations, {answers:,} answer tokens in {len(rows):,} rows of {length}"
+    )
 
 
 def turn_sizes(row: PackedRow) -> list[int]:
@@ -128,7 +142,13 @@ def turn_sizes(row: PackedRow) -> list[int]:
 
 
 def stage_cost(
-    settings: TrainSettings, launch: Launch, target: TargetSize, config: DrafterConfig, turns: list[list[int]], device: Gpu, stage: Stage
+    settings: TrainSettings,
+    launch: Launch,
+    target: TargetSize,
+    config: DrafterConfig,
+    turns: list[list[int]],
+    device: Gpu,
+    stage: Stage,
 ) -> Cost:
     """One step of a stage on average over the data; memory for the largest of its forwards."""
     done = stage_forwards(settings, stage, turns, launch.ranks)
@@ -152,7 +172,11 @@ def stage_forwards(settings: TrainSettings, stage: Stage, turns: list[list[int]]
     full = enough[: len(enough) - len(enough) % together]
     done = forwards(full, settings.data.row_length, stage.depth, stage.anchors_per_row, together)
     serving = settings.loss.serving
-    return [replayed(forward, serving.lookahead, serving.refresh, stage.depth) for forward in done] if stage.replay else done
+    return (
+        [replayed(forward, serving.lookahead, serving.refresh, stage.depth) for forward in done]
+        if stage.replay
+        else done
+    )
 
 
 def this_cpu() -> Gpu:
@@ -180,7 +204,9 @@ def _place(settings: TrainSettings, launch: Launch, target: TargetSize) -> Place
 
 
 def _target_share(settings: TrainSettings, launch: Launch, target: TargetSize) -> float:
-    """Bytes of the target's weights in a rank that trains. Head and embeddings are whole in each, and all that stored features leave."""
+    """Bytes of the target's weights in a rank that trains. Head and embeddings are whole in each, and all that stored
+    features leave.
+    """
     whole = _target_bytes(settings, target)
     end = target.config.vocab_size * target.config.hidden_size * whole / target.parameters
     if settings.features.mode == "offline":
@@ -206,8 +232,12 @@ def _facts(plan: Plan) -> Table:
     layers = f"{config.num_hidden_layers} layer{'s' if config.num_hidden_layers > 1 else ''}"
     heads = f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens"
     weights = size(_target_bytes(settings, plan.target))
-    table.add_row("target", f"{settings.target}: {count(plan.target.parameters)} parameters, {weights}, none of it loaded")
-    table.add_row("drafter", f"{layers}, {heads}: {count(sizes.trained)} parameters trained, {count(sizes.frozen)} frozen")
+    table.add_row(
+        "target", f"{settings.target}: {count(plan.target.parameters)} parameters, {weights}, none of it loaded"
+    )
+    table.add_row(
+        "drafter", f"{layers}, {heads}: {count(sizes.trained)} parameters trained, {count(sizes.frozen)} frozen"
+    )
     table.add_row("data", plan.rows.note)
     if settings.features.mode == "online":
         stored = "none: features.mode=online"
@@ -236,12 +266,17 @@ def _stages(plan: Plan) -> Table:
 
 def _memory(plan: Plan) -> Table:
     most = max(plan.costs, key=lambda cost: peak(cost.parts))
-    table = Table(title=f"Memory of a rank at its peak, depth {most.stage.depth}", title_justify="left", show_header=False)
+    table = Table(
+        title=f"Memory of a rank at its peak, depth {most.stage.depth}", title_justify="left", show_header=False
+    )
     table.add_column()
     table.add_column(justify="right")
     for part in filter(lambda part: part.size, most.parts):
         table.add_row(part.name, size(part.size))
-    table.add_row(f"allocator, {SLACK - 1:.0%} of what comes and goes", size(peak(most.parts) - sum(part.size for part in most.parts)))
+    table.add_row(
+        f"allocator, {SLACK - 1:.0%} of what comes and goes",
+        size(peak(most.parts) - sum(part.size for part in most.parts)),
+    )
     table.add_section()
     table.add_row("peak", size(peak(most.parts)))
     return table
@@ -249,13 +284,19 @@ def _memory(plan: Plan) -> Table:
 
 def _conclusions(plan: Plan) -> list[str]:
     settings, launch = plan.settings, plan.launch
-    moved = moved_bytes(plan.config, launch.ranks, launch.sharding, settings.batch.rows_per_step, settings.data.row_length)
+    moved = moved_bytes(
+        plan.config, launch.ranks, launch.sharding, settings.batch.rows_per_step, settings.data.row_length
+    )
     exchanged = f", {size(moved.exchanged)} exchanged with other ranks" if launch.ranks > 1 else ""
-    lines = [f"Bytes of a step and rank: {size(moved.features)} of features read, {size(moved.optimizer)} through AdamW{exchanged}."]
+    lines = [
+        f"Bytes of a step and rank: {size(moved.features)} of features read, {size(moved.optimizer)} through AdamW{exchanged}."
+    ]
     rate = launch.ranks * plan.device.flops * launch.share
     hours = {"training": sum(cost.seconds * cost.stage.steps for cost in plan.costs) / 3600}
     measurements = -(-settings.total_steps // settings.heldout.every)
-    hours[f"{measurements} held-out measurements"] = measurements * _heldout_flops(plan) / (plan.device.flops * launch.share) / 3600
+    hours[f"{measurements} held-out measurements"] = (
+        measurements * _heldout_flops(plan) / (plan.device.flops * launch.share) / 3600
+    )
     if settings.features.mode == "offline" and plan.rows.counted:
         tokens = len(plan.rows.rows) * settings.data.row_length
         hours["target features"] = 2 * plan.target.multiplied * tokens / rate / 3600
@@ -274,8 +315,16 @@ def _conclusions(plan: Plan) -> list[str]:
 
 
 def _heldout_flops(plan: Plan) -> float:
-    """Of one measurement in one process, on rows like those of training: forwards for figures per depth; the replay takes as much again."""
+    """Of one measurement in one process, on rows like those of training: forwards for figures per depth; the replay
+    takes as much again.
+    """
     options = plan.settings.heldout
     deep = Stage(steps=1, depth=options.depth or 2 * options.lookahead, anchors_per_row=options.anchors_per_row)
     like = stage_forwards(plan.settings, deep, [turn_sizes(row) for row in plan.rows.rows[: options.max_rows]], 1)
-    return 2 * options.max_rows * sum(flops(products(plan.config, forward)) for forward in like) / 3 / sum(forward.rows for forward in like)
+    return (
+        2
+        * options.max_rows
+        * sum(flops(products(plan.config, forward)) for forward in like)
+        / 3
+        / sum(forward.rows for forward in like)
+    )

@@ -11,15 +11,17 @@ import sys
 from pathlib import Path
 
 try:
-    from drafters.errors import CommandParser, UserError, run_command
+    from drafters.base.errors import CommandParser, UserError, run_command
 except ModuleNotFoundError:
-    sys.exit("error: the project is not installed in this Python: run `make env` and use .venv/bin/accelerate, or `pip install -e .`")
+    sys.exit(
+        "error: the project is not installed in this Python: run `make env` and use .venv/bin/accelerate, or `pip install -e .`"
+    )
 
-from drafters.settings import load_settings
-from train import malloc
+from drafters.base.settings import load_settings
 from train.config import TrainSettings
-from train.gpus import gpu_named
-from train.memory import spread_of
+from train.costs.gpus import gpu_named
+from train.costs.memory import spread_of
+from train.parallel import malloc
 
 DESCRIPTION = """\
 Train an EAGLE-3 drafter for SSD (speculative speculative decoding) on text that the target wrote.
@@ -45,16 +47,17 @@ def main(argv: list[str]) -> int:
     check_launch()
     import torch  # below the settings, so that a mistyped key is answered at once
 
-    from train.console import Console
-    from train.launch import rank, start_accelerator
-    from train.loop import train
-    from train.prepare import Caller, prepare
+    from train.monitor.console import Console
+    from train.parallel.launch import rank, start_accelerator
+    from train.trainer.loop import train
+    from train.trainer.prepare import Caller, prepare
 
     here = rank()
     console = Console(speaks=here.rank == 0)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     device = f"cuda:{here.local_rank}" if torch.cuda.is_available() else "cpu"
-    # A sharded target's parts belong to a process group; otherwise nothing of the preparation needs one, and nobody waits in it.
+    # A sharded target's parts belong to a process group; otherwise nothing of the preparation needs one, and nobody
+    # waits in it.
     accelerator = start_accelerator() if settings.features.target == "sharded" else None
     prepared = prepare(settings, Caller(device, here, options.yes, console.say, console.show))
     train(settings, prepared, console, accelerator)
@@ -67,12 +70,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
     recipe = "a YAML recipe, for example recipes/smollm2-135m/train.yaml; given again, the next one is laid on top"
     parser.add_argument("--config", required=True, action="append", metavar="RECIPE", help=recipe)
     parser.add_argument("--dry-run", action="store_true", help="print what the run would take, and load nothing")
-    parser.add_argument("--yes", action="store_true", help="write the feature store whatever its size, as long as the disk has room")
+    parser.add_argument(
+        "--yes", action="store_true", help="write the feature store whatever its size, as long as the disk has room"
+    )
     planning = parser.add_argument_group("with --dry-run")
-    planning.add_argument("--gpu", default="H100", metavar="NAME", help="plan for this GPU, or 'cpu' for this machine [H100]")
-    planning.add_argument("--launch", metavar="FILE", help="as this accelerate config spreads it, such as recipes/accelerate/zero2.yaml")
-    planning.add_argument("--ranks", type=int, metavar="N", help="on so many of them [the --launch file's num_processes, or 1]")
-    planning.add_argument("--share", type=float, default=0.4, metavar="X", help="expected share of the device's matrix rate [0.4]")
+    planning.add_argument(
+        "--gpu", default="H100", metavar="NAME", help="plan for this GPU, or 'cpu' for this machine [H100]"
+    )
+    planning.add_argument(
+        "--launch", metavar="FILE", help="as this accelerate config spreads it, such as recipes/accelerate/zero2.yaml"
+    )
+    planning.add_argument(
+        "--ranks", type=int, metavar="N", help="on so many of them [the --launch file's num_processes, or 1]"
+    )
+    planning.add_argument(
+        "--share", type=float, default=0.4, metavar="X", help="expected share of the device's matrix rate [0.4]"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
     return parser.parse_intermixed_args(argv)
 
@@ -82,7 +95,9 @@ def plan(settings: TrainSettings, options: argparse.Namespace) -> int:
     ranks, sharding = spread_of(options.launch)
     ranks = ranks if options.ranks is None else options.ranks
     if ranks < 1 or not 0 < options.share <= 1:
-        raise UserError(f"--ranks = {ranks}, --share = {options.share}: at least one rank, and a share above 0 and at most 1")
+        raise UserError(
+            f"--ranks = {ranks}, --share = {options.share}: at least one rank, and a share above 0 and at most 1"
+        )
     if options.gpu != "cpu":
         gpu_named(options.gpu)
     from rich.console import Console
@@ -95,7 +110,9 @@ def plan(settings: TrainSettings, options: argparse.Namespace) -> int:
 
 
 def check_launch() -> None:
-    """Refuse a launch that asked for several processes and started one: `accelerate launch --cpu` does that, and says nothing."""
+    """Refuse a launch that asked for several processes and started one: `accelerate launch --cpu` does that, and says
+    nothing.
+    """
     if "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
         raise UserError(
             "`accelerate launch --cpu --num_processes N` starts one process only: "

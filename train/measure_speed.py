@@ -1,4 +1,5 @@
-"""How much of a training step are its bare matrix products, and what its memory grows with: measured here, on a recipe's own shapes.
+"""How much of a training step are its bare matrix products, and what its memory grows with: measured here, on a
+recipe's own shapes.
 
 Weights and features are random, so nothing is downloaded and no target runs.
 """
@@ -19,22 +20,22 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from data.pack import PackedRow
+from data.chat.pack import PackedRow
+from drafters.base.errors import CommandParser, UserError, run_command
+from drafters.base.settings import load_settings
 from drafters.eagle3_ssd.config import DrafterConfig
 from drafters.eagle3_ssd.model import Eagle3Drafter
-from drafters.errors import CommandParser, UserError, run_command
-from drafters.settings import load_settings
-from drafters.targets import DTYPES
-from train import malloc
+from drafters.targets.target import DTYPES
 from train.config import LossSettings, Stage, TrainSettings
+from train.costs.plan import Forward, Product, products
+from train.costs.sizes import drafter_config, target_size
+from train.costs.throughput import measured_seconds
 from train.dry_run import packed_rows
-from train.features import Features
-from train.objective import Objective, Scales, choose_anchors, count
-from train.plan import Forward, Product, products
-from train.run import make_optimizer
-from train.sizes import drafter_config, target_size
-from train.step import MicroBatch, forward_of
-from train.throughput import measured_seconds
+from train.objective.objective import Objective, Scales, choose_anchors, count
+from train.parallel import malloc
+from train.target_features.features import Features
+from train.trainer.run import make_optimizer
+from train.trainer.step import MicroBatch, forward_of
 
 EXAMPLES = """\
   python -m train.measure_speed --config recipes/smollm2-135m/train.yaml --depth 13
@@ -57,15 +58,23 @@ class Measured(NamedTuple):
 def main(argv: list[str]) -> int:
     """The command."""
     parser = CommandParser("python -m train.measure_speed", __doc__ or "", EXAMPLES)
-    parser.add_argument("--config", required=True, action="append", metavar="RECIPE", help="a training recipe; several: each on top")
+    parser.add_argument(
+        "--config", required=True, action="append", metavar="RECIPE", help="a training recipe; several: each on top"
+    )
     parser.add_argument("--depth", type=int, metavar="D", help="deepest step [the curriculum's last stage]")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps measured, after one that is not [3]")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
     options = parser.parse_intermixed_args(argv)
     if options.steps < 1 or (options.depth is not None and options.depth < 0):
-        raise UserError(f"--steps = {options.steps}, --depth = {options.depth}: at least one step, and no negative depth")
+        raise UserError(
+            f"--steps = {options.steps}, --depth = {options.depth}: at least one step, and no negative depth"
+        )
     settings = load_settings(TrainSettings, options.config, options.overrides)
-    stage = settings.curriculum[-1] if options.depth is None else settings.curriculum[-1].model_copy(update={"depth": options.depth})
+    stage = (
+        settings.curriculum[-1]
+        if options.depth is None
+        else settings.curriculum[-1].model_copy(update={"depth": options.depth})
+    )
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     measured = measure(settings, Path(options.config[0]), stage, options.steps)
     table = Table(title=f"Matrix products of a step at depth {stage.depth}", title_justify="left")
@@ -75,7 +84,9 @@ def main(argv: list[str]) -> int:
         table.add_row(*row)
     console = Console()
     console.print(table)
-    console.print(f"step {1e3 * measured.step:.0f} ms, its products alone {1e3 * measured.products:.0f} ms: share {measured.share:.1%}")
+    console.print(
+        f"step {1e3 * measured.step:.0f} ms, its products alone {1e3 * measured.products:.0f} ms: share {measured.share:.1%}"
+    )
     return 0
 
 
@@ -90,7 +101,10 @@ def measure(settings: TrainSettings, recipe: Path, stage: Stage, steps: int) -> 
     optimizer = make_optimizer(settings, objective)
     seconds, parts = [], []
     for step in range(steps + 1):
-        together = [rows[(step * settings.batch.rows_per_forward + i) % len(rows)] for i in range(settings.batch.rows_per_forward)]
+        together = [
+            rows[(step * settings.batch.rows_per_forward + i) % len(rows)]
+            for i in range(settings.batch.rows_per_forward)
+        ]
         features = random_features(together, config, dtype, device)
         started = time.perf_counter()
         parts = products(config, one_step(objective, optimizer, features, stage))
@@ -125,7 +139,9 @@ def random_objective(config: DrafterConfig, loss: LossSettings, dtype: torch.dty
     return objective
 
 
-def random_features(rows: Sequence[PackedRow], config: DrafterConfig, dtype: torch.dtype, device: torch.device) -> Features:
+def random_features(
+    rows: Sequence[PackedRow], config: DrafterConfig, dtype: torch.dtype, device: torch.device
+) -> Features:
     """Packed rows as a target might see them, with random taps; its predictions are nearly uniform."""
     ids = {name: torch.from_numpy(np.stack([getattr(row, name) for row in rows])).long() for name in PackedRow._fields}
     shape, width = ids["token_ids"].shape, config.target_hidden_size
@@ -141,7 +157,14 @@ def random_features(rows: Sequence[PackedRow], config: DrafterConfig, dtype: tor
 def _row(part: Product, seconds: float) -> list[str]:
     shape = f"{part.m} x {part.k} x {part.n}"
     times = f"{part.batch} x {part.calls}"
-    return [part.name, shape, times, f"{part.flops / 1e9:.1f}", f"{1e3 * seconds:.1f}", f"{part.flops / 1e9 / seconds:.0f}"]
+    return [
+        part.name,
+        shape,
+        times,
+        f"{part.flops / 1e9:.1f}",
+        f"{1e3 * seconds:.1f}",
+        f"{part.flops / 1e9 / seconds:.0f}",
+    ]
 
 
 if __name__ == "__main__":

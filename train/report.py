@@ -1,4 +1,6 @@
-"""A page for people out of a run's `metrics.jsonl`: `python -m train.report runs/train/NAME` writes its report.html again."""
+"""A page for people out of a run's `metrics.jsonl`: `python -m train.report runs/train/NAME` writes its report.html
+again.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from typing import Any, NamedTuple
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 
-from drafters.errors import CommandParser, UserError, run_command
-from drafters.pages import cards, number, page, percent, plot, section, table
-from train.metrics import METRICS_FILE, flatten
+from drafters.base.errors import CommandParser, UserError, run_command
+from drafters.base.pages import cards, number, page, percent, plot, section, table
+from train.monitor.metrics import METRICS_FILE, flatten
 
 REPORT_FILE = "report.html"
 Record = Mapping[str, Any]
@@ -31,7 +33,9 @@ class History(NamedTuple):
 def main(argv: list[str]) -> int:
     """The command."""
     parser = CommandParser(
-        "python -m train.report", "Write a run's report.html from its metrics.jsonl.", "  python -m train.report runs/train/x"
+        "python -m train.report",
+        "Write a run's report.html from its metrics.jsonl.",
+        "  python -m train.report runs/train/x",
     )
     parser.add_argument("run", metavar="DIRECTORY", help="the `output` of a training run")
     print(f"written: {write_report(Path(parser.parse_args(argv).run))}")
@@ -49,7 +53,9 @@ def write_report(run: Path) -> Path:
 
 
 def read_history(lines: Sequence[str]) -> History:
-    """Sort the records. A step that was done again after a resume counts once, as it was done last; a cut last line is left out."""
+    """Sort the records. A step that was done again after a resume counts once, as it was done last; a cut last line is
+    left out.
+    """
     start: Record = {}
     steps: dict[int, Record] = {}
     heldout: dict[int, Record] = {}
@@ -64,7 +70,9 @@ def read_history(lines: Sequence[str]) -> History:
             heldout[record["step"]] = record["heldout"]
         else:
             steps[record["step"]] = record
-    return History(start, [{"step": s, **steps[s]} for s in sorted(steps)], [{"step": s, **heldout[s]} for s in sorted(heldout)])
+    return History(
+        start, [{"step": s, **steps[s]} for s in sorted(steps)], [{"step": s, **heldout[s]} for s in sorted(heldout)]
+    )
 
 
 def render(name: str, history: History) -> str:
@@ -99,12 +107,19 @@ def rate_plot(history: History) -> str | None:
 
 def norm_plot(history: History) -> str | None:
     """The gradient's norm before clipping."""
-    return _curves(history, {"gradient norm": [step.get("grad_norm") for step in history.steps]}, "norm", stages=True, log=True)
+    return _curves(
+        history, {"gradient norm": [step.get("grad_norm") for step in history.steps]}, "norm", stages=True, log=True
+    )
 
 
 def speed_plot(history: History) -> str | None:
     """Tokens per second against steps."""
-    return _curves(history, {"tokens": [step.get("tokens_per_second") for step in history.steps]}, "tokens per second", stages=True)
+    return _curves(
+        history,
+        {"tokens": [step.get("tokens_per_second") for step in history.steps]},
+        "tokens per second",
+        stages=True,
+    )
 
 
 def utilisation_plot(history: History) -> str | None:
@@ -129,7 +144,9 @@ def share_plot(history: History) -> str | None:
 
 def predicted_plot(history: History) -> str | None:
     """The speed the held-out figures predict: what the best checkpoint is chosen by."""
-    return _heldout_curves(history, {"over the target alone": [r.get("predicted_speed") for r in history.heldout]}, "predicted speed")
+    return _heldout_curves(
+        history, {"over the target alone": [r.get("predicted_speed") for r in history.heldout]}, "predicted speed"
+    )
 
 
 def heldout_depth_plot(history: History) -> str | None:
@@ -141,7 +158,9 @@ def heldout_depth_plot(history: History) -> str | None:
         for record, alpha in ((history.heldout[0], 0.35), (history.heldout[-1], 1.0)):
             for name, colour in (("acceptance", ORANGE), ("accuracy", GREY)):
                 if record.get(name):
-                    axes.plot(record[name], marker="o", color=colour, alpha=alpha, label=f"{name}, step {record['step']}")
+                    axes.plot(
+                        record[name], marker="o", color=colour, alpha=alpha, label=f"{name}, step {record['step']}"
+                    )
         axes.set_ylim(bottom=0)
         axes.set_xlabel("depth: drafter steps since a true feature")
         axes.legend(frameon=False)
@@ -150,10 +169,26 @@ def heldout_depth_plot(history: History) -> str | None:
 
 
 SECTIONS: tuple[tuple[str, str, Callable[[History], str | None]], ...] = (
-    ("Held-out: by depth", "How well the next token is predicted, the further the drafter runs on its own outputs.", heldout_depth_plot),
-    ("Held-out: tokens per round", "Fresh: every round starts at true features. SSD: in serving's order, features lag behind.", tau_plot),
-    ("Held-out: hits and retention", "How often the outcome was prepared for, and what lagging features leave of a draft.", share_plot),
-    ("Held-out: predicted speed", "With the times given in the settings; the best checkpoint is the one with the highest.", predicted_plot),
+    (
+        "Held-out: by depth",
+        "How well the next token is predicted, the further the drafter runs on its own outputs.",
+        heldout_depth_plot,
+    ),
+    (
+        "Held-out: tokens per round",
+        "Fresh: every round starts at true features. SSD: in serving's order, features lag behind.",
+        tau_plot,
+    ),
+    (
+        "Held-out: hits and retention",
+        "How often the outcome was prepared for, and what lagging features leave of a draft.",
+        share_plot,
+    ),
+    (
+        "Held-out: predicted speed",
+        "With the times given in the settings; the best checkpoint is the one with the highest.",
+        predicted_plot,
+    ),
     ("Loss", "Of each optimizer step (light) and averaged (dark). Dotted: the curriculum goes deeper.", loss_plot),
     ("Accuracy by depth", "On the training rows, averaged.", depth_plot),
     ("Learning rate", "", rate_plot),
@@ -177,8 +212,13 @@ def _curves(
     log: bool = False,
     title: str | None = None,
 ) -> str | None:
-    """Lines over optimizer steps; many are coloured from dark to light and smoothed, one alone is shown raw beneath its average."""
-    points = {name: [(s["step"], v) for s, v in zip(history.steps, vs, strict=True) if v is not None] for name, vs in series.items()}
+    """Lines over optimizer steps; many are coloured from dark to light and smoothed, one alone is shown raw beneath
+    its average.
+    """
+    points = {
+        name: [(s["step"], v) for s, v in zip(history.steps, vs, strict=True) if v is not None]
+        for name, vs in series.items()
+    }
     points = {name: found for name, found in points.items() if found}
     if not points:
         return None
@@ -199,13 +239,18 @@ def _curves(
         axes.set_xlabel("optimizer step")
         axes.set_ylabel(label)
         if len(points) > 1:
-            axes.legend(frameon=False, title=title, loc="upper left", bbox_to_anchor=(1, 1), ncols=1 + len(points) // 13)
+            axes.legend(
+                frameon=False, title=title, loc="upper left", bbox_to_anchor=(1, 1), ncols=1 + len(points) // 13
+            )
 
     return plot(draw)
 
 
 def _heldout_curves(history: History, series: Mapping[str, Sequence[float | None]], label: str) -> str | None:
-    points = {name: [(r["step"], v) for r, v in zip(history.heldout, vs, strict=True) if v is not None] for name, vs in series.items()}
+    points = {
+        name: [(r["step"], v) for r, v in zip(history.heldout, vs, strict=True) if v is not None]
+        for name, vs in series.items()
+    }
     points = {name: found for name, found in points.items() if found}
     if not points:
         return None
@@ -236,7 +281,13 @@ def _headline(heldout: Sequence[Record]) -> str:
     if not heldout:
         return ""
     best = max(heldout, key=lambda record: record.get("predicted_speed") or 0.0)
-    entries = [(f"{best.get('predicted_speed') or 0.0:.2f}x", "predicted speed over the target alone", f"best, at step {best['step']}")]
+    entries = [
+        (
+            f"{best.get('predicted_speed') or 0.0:.2f}x",
+            "predicted speed over the target alone",
+            f"best, at step {best['step']}",
+        )
+    ]
     entries.append((number(best.get("tau_fresh"), 2), "tokens per round, fresh features", "held-out"))
     for entry in best.get("lagged", ())[-1:]:
         entries.append((number(entry.get("tau"), 2), "tokens per round in SSD's order", f"budget {entry['budget']}"))
@@ -250,10 +301,18 @@ def _depth_table(heldout: Sequence[Record]) -> str:
         return ""
     last = heldout[-1]
     rows = [
-        [str(d), number(last["accuracy"][d], 3), number(_at(last.get("acceptance"), d), 3), number(_at(last.get("loss"), d), 3)]
+        [
+            str(d),
+            number(last["accuracy"][d], 3),
+            number(_at(last.get("acceptance"), d), 3),
+            number(_at(last.get("loss"), d), 3),
+        ]
         for d in range(len(last["accuracy"]))
     ]
-    return section(f"Held-out by depth, step {last['step']}", table(["depth", "top-1 accuracy", "expected acceptance", "loss"], rows))
+    return section(
+        f"Held-out by depth, step {last['step']}",
+        table(["depth", "top-1 accuracy", "expected acceptance", "loss"], rows),
+    )
 
 
 def _settings(start: Record) -> str:

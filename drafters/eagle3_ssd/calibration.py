@@ -1,4 +1,6 @@
-"""How far a drafter's confidence can be trusted: P(accepted) as a function of the probability it gave the token. Torch-free."""
+"""How far a drafter's confidence can be trusted: P(accepted) as a function of the probability it gave the token.
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ PRIOR = 1.0  # pulls towards "as it says" with the weight of about one observati
 
 
 class Calibration(NamedTuple):
-    """P(accepted) = 1 / (1 + exp(-(slope * logit(confidence) + intercept))). Slope 1, intercept 0: the drafter is right about itself."""
+    """P(accepted) = 1 / (1 + exp(-(slope * logit(confidence) + intercept))). Slope 1, intercept 0: the drafter is
+    right about itself.
+    """
 
     slope: float
     intercept: float

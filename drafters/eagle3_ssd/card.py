@@ -8,14 +8,16 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from drafters.errors import UserError
-from drafters.settings import Settings
+from drafters.base.errors import UserError
+from drafters.base.settings import Settings
 
 CARD_FILE = "drafter_card.json"
 
 
 class OutcomeLaw(Settings):
-    """The fitted outcome law of `ssd.md` §3: position k accepted with probability `a`; miss(F) = min(1, A F^-r), miss(0) = 1."""
+    """The fitted outcome law of `ssd.md` §3: position k accepted with probability `a`; miss(F) = min(1, A F^-r),
+    miss(0) = 1.
+    """
 
     a: float = Field(ge=0.0, le=1.0)
     r: float
@@ -24,21 +26,26 @@ class OutcomeLaw(Settings):
 
 
 class Measured(Settings):
-    """The measured twin: `reach[k]` = P(k accepted), k = 0..K; `recall[k][F-1]` = P(bonus token in the top F | k accepted)."""
+    """The measured twin: `reach[k]` = P(k accepted), k = 0..K; `recall[k][F-1]` = P(bonus token in the top F | k
+    accepted).
+    """
 
     reach: tuple[float, ...]
     recall: tuple[tuple[float, ...], ...]
 
 
 class Confidence(Settings):
-    """How drafted tokens fare: P(accepted) = sigmoid(slope * logit(the drafter's probability) + intercept), see `calibration.py`."""
+    """How drafted tokens fare: P(accepted) = sigmoid(slope * logit(the drafter's probability) + intercept), see
+    `calibration.py`.
+    """
 
     slope: float
     intercept: float
 
 
 class DrafterCard(Settings):
-    """Stored beside the weights as `drafter_card.json`. Serving warns where it does not fit, and refuses another tokenizer.
+    """Stored beside the weights as `drafter_card.json`. Serving warns where it does not fit, and refuses another
+    tokenizer.
 
     A hash is None where a drafter was imported without its target: then nobody has compared it.
     """
@@ -47,7 +54,9 @@ class DrafterCard(Settings):
     target_weight_hash: str | None
     tokenizer_hash: str | None
     template_hash: str | None
-    template_options: dict[str, Any] = Field(default_factory=dict, description="of `drafters.template`, as training rendered")
+    template_options: dict[str, Any] = Field(
+        default_factory=dict, description="of `drafters.targets.template`, as training rendered"
+    )
     commit: str | None = None
     data: dict[str, Any] = Field(default_factory=dict)
     training: dict[str, Any] = Field(default_factory=dict)
@@ -76,4 +85,6 @@ def read_card(directory: Path) -> DrafterCard:
         return DrafterCard.model_validate_json(file.read_text(encoding="utf-8"))
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(f"{file}: {'.'.join(str(part) for part in first['loc']) or 'content'}: {first['msg']}") from error
+        raise UserError(
+            f"{file}: {'.'.join(str(part) for part in first['loc']) or 'content'}: {first['msg']}"
+        ) from error

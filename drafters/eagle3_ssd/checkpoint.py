@@ -14,21 +14,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafters.base.errors import UserError
 from drafters.eagle3_ssd.card import DrafterCard, read_card, write_card
 from drafters.eagle3_ssd.config import DrafterConfig, from_config_json, to_config_json
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.eagle3_ssd.vocab import VocabMap
-from drafters.errors import UserError
 
 if TYPE_CHECKING:
-    from drafters.targets import TargetFacts
+    from drafters.targets.target import TargetFacts
 
 WEIGHTS_FILE = "model.safetensors"
 EMBEDDINGS = "embed_tokens.weight"
 
 
 class DrafterFiles(NamedTuple):
-    """A drafter directory as it lies on disk, checked: `tensors` are the parameters, `embed_tokens.weight` only where the file has it."""
+    """A drafter directory as it lies on disk, checked: `tensors` are the parameters, `embed_tokens.weight` only where
+    the file has it.
+    """
 
     config: DrafterConfig
     card: DrafterCard
@@ -37,7 +39,9 @@ class DrafterFiles(NamedTuple):
 
 
 class LoadedDrafter(NamedTuple):
-    """A drafter read from a directory. `warnings` are lines for the user: the drafter works, but was made for something else."""
+    """A drafter read from a directory. `warnings` are lines for the user: the drafter works, but was made for
+    something else.
+    """
 
     model: Eagle3Drafter
     vocab: VocabMap
@@ -46,10 +50,13 @@ class LoadedDrafter(NamedTuple):
     warnings: list[str]
 
 
-def save_drafter(directory: str | Path, model: Eagle3Drafter, vocab: VocabMap, card: DrafterCard, with_embeddings: bool = False) -> Path:
+def save_drafter(
+    directory: str | Path, model: Eagle3Drafter, vocab: VocabMap, card: DrafterCard, with_embeddings: bool = False
+) -> Path:
     """Write the canonical directory in bf16, whole or not at all (see `write_files`).
 
-    The embeddings are the target's and left out, unless the drafter was read with its own or another engine has to read the file.
+    The embeddings are the target's and left out, unless the drafter was read with its own or another engine has to
+    read the file.
     """
     tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
     if not with_embeddings and not model.own_embeddings:
@@ -57,13 +64,19 @@ def save_drafter(directory: str | Path, model: Eagle3Drafter, vocab: VocabMap, c
     return write_files(directory, {**tensors, **vocab_tensors(vocab)}, to_config_json(model.config), card)
 
 
-def write_files(directory: str | Path, tensors: Mapping[str, Tensor], config_json: Mapping[str, Any], card: DrafterCard) -> Path:
+def write_files(
+    directory: str | Path, tensors: Mapping[str, Tensor], config_json: Mapping[str, Any], card: DrafterCard
+) -> Path:
     """Write the three files beside and then rename, so that an interrupted write leaves the old directory whole."""
     final = Path(directory)
     beside = final.with_name(f".{final.name}.{os.getpid()}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        beside / WEIGHTS_FILE,
+        metadata={"format": "pt"},
+    )
     (beside / "config.json").write_text(json.dumps(config_json, indent=2) + "\n", encoding="utf-8")
     write_card(beside, card)
     _replace_directory(beside, final)
@@ -95,13 +108,16 @@ def load_drafter(
 ) -> LoadedDrafter:
     """Read a drafter directory as a model; strict, like `read_files`.
 
-    `embed_tokens` [V, H] are the target's, needed where the file leaves them out. With `target_facts`, a drafter made for
-    another tokenizer, vocabulary or hidden size is refused; other target weights or another chat template are warnings.
+    `embed_tokens` [V, H] are the target's, needed where the file leaves them out. With `target_facts`, a drafter made
+    for another tokenizer, vocabulary or hidden size is refused; other target weights or another chat template are
+    warnings.
     """
     config, card, vocab, tensors = read_files(directory)
     warnings = [] if target_facts is None else check_fits(config, card, target_facts, str(directory))
     if EMBEDDINGS not in tensors and embed_tokens is None:
-        raise UserError(f"{directory} holds no {EMBEDDINGS}: it takes the target's embeddings; load it together with its target")
+        raise UserError(
+            f"{directory} holds no {EMBEDDINGS}: it takes the target's embeddings; load it together with its target"
+        )
     model = model_of(config, tensors, embed_tokens, dtype, device)
     return LoadedDrafter(model, vocab.to(device), config, card, warnings)
 
@@ -113,7 +129,9 @@ def model_of(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Eagle3Drafter:
-    """The drafter with these parameters; `embed_tokens` are the target's, taken where `tensors` hold none of their own."""
+    """The drafter with these parameters; `embed_tokens` are the target's, taken where `tensors` hold none of their
+    own.
+    """
     whole = dict(tensors)
     if EMBEDDINGS not in whole:
         assert embed_tokens is not None, f"no {EMBEDDINGS} among {len(whole)} tensors, and none from the target"
@@ -136,16 +154,22 @@ def check_fits(config: DrafterConfig, card: DrafterCard, facts: TargetFacts, whe
         ("hidden size", config.target_hidden_size, facts.hidden_size),
     ):
         if made_for is not None and made_for != given:
-            raise UserError(f"drafter {where} was made for {name} {made_for} (target {card.target}), {facts.name} has {given}; {needs}")
+            raise UserError(
+                f"drafter {where} was made for {name} {made_for} (target {card.target}), {facts.name} has {given}; {needs}"
+            )
     warnings = []
     if card.tokenizer_hash is None:
-        warnings.append(f"drafter {where} was imported without its target: nobody compared its tokenizer with that of {facts.name}")
+        warnings.append(
+            f"drafter {where} was imported without its target: nobody compared its tokenizer with that of {facts.name}"
+        )
     for name, made_for, given in (
         ("weights", card.target_weight_hash, facts.weight_hash),
         ("chat template", card.template_hash, facts.template_hash),
     ):
         if made_for is not None and made_for != given:
-            warnings.append(f"drafter {where} was trained on other target {name} ({card.target}): expect lower acceptance")
+            warnings.append(
+                f"drafter {where} was trained on other target {name} ({card.target}): expect lower acceptance"
+            )
     return warnings
 
 
@@ -165,11 +189,15 @@ def read_config_json(place: Path) -> dict[str, Any]:
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
     if not file.is_file():
-        raise UserError(f"no such file: {file}; drafters are read from safetensors only (python -m drafters.convert import reads others)")
+        raise UserError(
+            f"no such file: {file}; drafters are read from safetensors only (python -m drafters.convert import reads others)"
+        )
     try:
         return load_file(file)
     except SafetensorError as error:
-        raise UserError(f"{file} is not a readable safetensors file ({error}); copy or train the drafter again") from error
+        raise UserError(
+            f"{file} is not a readable safetensors file ({error}); copy or train the drafter again"
+        ) from error
 
 
 def take_vocab(tensors: dict[str, Tensor], config: DrafterConfig, where: Path | str) -> VocabMap:
@@ -178,7 +206,9 @@ def take_vocab(tensors: dict[str, Tensor], config: DrafterConfig, where: Path | 
         raise UserError(f"{where}: tensor 'd2t' is missing; without it draft ids cannot be translated")
     d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d", None)
     if tuple(d2t.shape) != (config.draft_vocab_size,):
-        raise UserError(f"{where}: tensor 'd2t' has shape {tuple(d2t.shape)}, config.json says ({config.draft_vocab_size},)")
+        raise UserError(
+            f"{where}: tensor 'd2t' has shape {tuple(d2t.shape)}, config.json says ({config.draft_vocab_size},)"
+        )
     vocab = VocabMap.from_offsets(d2t, config.vocab_size)
     if t2d is None or t2d.shape != (config.vocab_size,) or not torch.equal(t2d.bool(), vocab.t2d()):
         raise UserError(f"{where}: tensor 't2d' is missing or disagrees with 'd2t'; export the drafter again")
@@ -186,20 +216,30 @@ def take_vocab(tensors: dict[str, Tensor], config: DrafterConfig, where: Path | 
 
 
 def check_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor], where: Path | str) -> None:
-    """Refuse, by name, a tensor that is missing, unknown or misshaped. Embeddings may be left out: they are the target's."""
+    """Refuse, by name, a tensor that is missing, unknown or misshaped. Embeddings may be left out: they are the
+    target's.
+    """
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in Eagle3Drafter(config).state_dict().items()}
     for name in sorted(expected.keys() - tensors.keys() - {EMBEDDINGS}):
-        raise UserError(f"{where}: tensor {name!r} is missing; the drafter is incomplete, or its config.json belongs to another one")
+        raise UserError(
+            f"{where}: tensor {name!r} is missing; the drafter is incomplete, or its config.json belongs to another one"
+        )
     for name in sorted(tensors.keys() - expected.keys()):
-        raise UserError(f"{where}: tensor {name!r} is unknown to this drafter (variants with other parts are not supported)")
+        raise UserError(
+            f"{where}: tensor {name!r} is unknown to this drafter (variants with other parts are not supported)"
+        )
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != expected[name]:
-            raise UserError(f"{where}: tensor {name!r} has shape {tuple(tensor.shape)}, config.json asks for {expected[name]}")
+            raise UserError(
+                f"{where}: tensor {name!r} has shape {tuple(tensor.shape)}, config.json asks for {expected[name]}"
+            )
 
 
 def _replace_directory(beside: Path, final: Path) -> None:
-    """Put `beside` in the place of `final`; a directory cannot be renamed over a full one, so the old one steps aside first."""
+    """Put `beside` in the place of `final`; a directory cannot be renamed over a full one, so the old one steps aside
+    first.
+    """
     aside = final.with_name(f".{final.name}.{os.getpid()}.old")
     if final.exists():
         final.rename(aside)

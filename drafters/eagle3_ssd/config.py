@@ -1,4 +1,6 @@
-"""The drafter's configuration, and its `config.json` as EAGLE, SGLang, vLLM and the SSD reference engine read it. Torch-free."""
+"""The drafter's configuration, and its `config.json` as EAGLE, SGLang, vLLM and the SSD reference engine read it.
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from typing import Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from drafters.base.errors import UserError
+from drafters.base.settings import Settings
 from drafters.eagle3_ssd.rope import Rope, RopeScaling, rope_to_json, scaling_from_json, theta_from_json
-from drafters.errors import UserError
-from drafters.settings import Settings
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
@@ -35,8 +37,12 @@ class DrafterConfig(Settings):
     target_hidden_size: PositiveInt
     tap_hidden_states_ids: tuple[int, int, int]
     fc_norm: bool = Field(default=False, description="an RMS norm of each tap before `fc` (EAGLE-3.1)")
-    feature_norm: bool = Field(default=False, description="an RMS norm of every feature that enters the first layer and its residual")
-    norm_output: bool = Field(default=False, description="the output of the final norm is fed back, not the state before it (EAGLE-3.1)")
+    feature_norm: bool = Field(
+        default=False, description="an RMS norm of every feature that enters the first layer and its residual"
+    )
+    norm_output: bool = Field(
+        default=False, description="the output of the final norm is fed back, not the state before it (EAGLE-3.1)"
+    )
 
     @model_validator(mode="after")
     def _fits_together(self) -> DrafterConfig:
@@ -47,9 +53,13 @@ class DrafterConfig(Settings):
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) has to be even: rotary embeddings turn pairs")
         if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(f"draft_vocab_size ({self.draft_vocab_size}) is larger than vocab_size ({self.vocab_size})")
+            raise ValueError(
+                f"draft_vocab_size ({self.draft_vocab_size}) is larger than vocab_size ({self.vocab_size})"
+            )
         if self.feature_norm and self.norm_output:
-            raise ValueError("feature_norm and norm_output are both true: the fed-back state would be normalised twice; choose one")
+            raise ValueError(
+                "feature_norm and norm_output are both true: the fed-back state would be normalised twice; choose one"
+            )
         return self
 
     @property
@@ -61,7 +71,9 @@ class DrafterConfig(Settings):
 def default_taps(target_layers: int) -> tuple[int, int, int]:
     """EAGLE-3's three taps, as `hidden_states` indices: 2, L//2 and L-3 (a low, a middle and an upper one)."""
     if target_layers < 6:
-        raise UserError(f"the target has {target_layers} layers; the default taps need 6: set the tap ids yourself (tap_hidden_states_ids)")
+        raise UserError(
+            f"the target has {target_layers} layers; the default taps need 6: set the tap ids yourself (tap_hidden_states_ids)"
+        )
     return 2, target_layers // 2, target_layers - 3
 
 
@@ -85,17 +97,23 @@ def to_config_json(config: DrafterConfig, dtype: str = "bfloat16") -> dict[str, 
 
 
 def from_config_json(content: Mapping[str, Any], where: str) -> DrafterConfig:
-    """Read a `config.json`. `where` stands in the errors: a missing size, or two statements that disagree, are refused."""
+    """Read a `config.json`. `where` stands in the errors: a missing size, or two statements that disagree, are
+    refused.
+    """
     if content.get("architectures") != [ARCHITECTURE]:
         found = content.get("architectures")
         raise UserError(f"{where}: architectures = {found!r}, expected [{ARCHITECTURE!r}]: this is no EAGLE-3 drafter")
     if content.get("norm_before_residual"):
-        raise UserError(f"{where}: norm_before_residual = true is not supported; export the drafter with norm_before_residual false")
+        raise UserError(
+            f"{where}: norm_before_residual = true is not supported; export the drafter with norm_before_residual false"
+        )
     fields = {name: content[name] for name in DrafterConfig.model_fields if name in content}
     fields["rope_theta"] = theta_from_json(content, where)
     fields["rope_scaling"] = scaling_from_json(content, where)
     fields["tap_hidden_states_ids"] = taps_from_json(content, where)
-    missing = [name for name, field in DrafterConfig.model_fields.items() if field.is_required() and name not in fields]
+    missing = [
+        name for name, field in DrafterConfig.model_fields.items() if field.is_required() and name not in fields
+    ]
     if missing:
         raise UserError(f"{where}: {missing[0]!r} is missing; a drafter's config.json has to state it")
     try:
@@ -105,13 +123,17 @@ def from_config_json(content: Mapping[str, Any], where: str) -> DrafterConfig:
 
 
 def taps_from_json(content: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    """The taps as `hidden_states` indices, from layer inputs (top level), layer outputs (`eagle_config`), or both where they agree."""
+    """The taps as `hidden_states` indices, from layer inputs (top level), layer outputs (`eagle_config`), or both
+    where they agree.
+    """
     inputs = content.get("eagle_aux_hidden_state_layer_ids")
     outputs = (content.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     converted = None if outputs is None else [layer + 1 for layer in outputs]
     found = converted if inputs is None else list(inputs)
     if found is None:
-        raise UserError(f"{where}: eagle_aux_hidden_state_layer_ids is missing; it names the three layers whose inputs the drafter reads")
+        raise UserError(
+            f"{where}: eagle_aux_hidden_state_layer_ids is missing; it names the three layers whose inputs the drafter reads"
+        )
     if converted is not None and found != converted:
         raise UserError(
             f"{where}: eagle_aux_hidden_state_layer_ids = {found} (layer inputs) disagrees with eagle_config's {outputs} "

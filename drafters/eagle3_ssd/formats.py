@@ -1,8 +1,10 @@
-"""The drafter formats of other engines: what each can hold, and how a drafter is written in it. Torch-free but for tensor names.
+"""The drafter formats of other engines: what each can hold, and how a drafter is written in it. Torch-free but for
+tensor names.
 
-All of them hold EAGLE-3's tensors under nearly the same names; they differ in the first layer's prefix, in where the config stands, and in
-which layers' states they take for features. Names that say `inputs` count the INPUT of target layer i (as `hidden_states` of transformers),
-names that say `outputs` its OUTPUT, which is one less for the same tensor.
+All of them hold EAGLE-3's tensors under nearly the same names; they differ in the first layer's prefix, in where the
+config stands, and in which layers' states they take for features. Names that say `inputs` count the INPUT of target
+layer i (as `hidden_states` of transformers), names that say `outputs` its OUTPUT, which is one less for the same
+tensor.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar
 
+from drafters.base.errors import UserError
 from drafters.eagle3_ssd.config import DrafterConfig, default_taps, to_config_json
-from drafters.errors import UserError
 
 FIRST_LAYER = "midlayer."  # the canonical prefix; vLLM and speculators count from layers.0
 TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -48,7 +50,9 @@ READERS = {
     Format.SGLANG: Reader("SGLang and SpecForge", FIRST_LAYER, several_layers=False, scaled_rope=True),
     Format.VLLM: Reader("vLLM", "layers.0.", several_layers=True, scaled_rope=True, norms=("fc_norm", "norm_output")),
     Format.SPECULATORS: Reader("speculators", "layers.0.", several_layers=True, scaled_rope=True),
-    Format.SSD: Reader("the SSD reference engine", FIRST_LAYER, False, False, (), follows_target=True, default_taps=True),
+    Format.SSD: Reader(
+        "the SSD reference engine", FIRST_LAYER, False, False, (), follows_target=True, default_taps=True
+    ),
 }
 
 
@@ -66,21 +70,33 @@ def refuse_unrepresentable(kind: Format, config: DrafterConfig, target: TargetNu
     reader = READERS[kind]
     if config.num_hidden_layers > 1 and not reader.several_layers:
         others = ", ".join(f"--to {other}" for other in Format if READERS[other].several_layers)
-        raise UserError(f"num_hidden_layers = {config.num_hidden_layers}: {reader.engine} knows one layer; {others} hold several")
+        raise UserError(
+            f"num_hidden_layers = {config.num_hidden_layers}: {reader.engine} knows one layer; {others} hold several"
+        )
     if config.rope_scaling and not reader.scaled_rope:
         others = ", ".join(f"--to {other}" for other in Format if READERS[other].scaled_rope)
-        raise UserError(f"rope_scaling = {config.rope_scaling.rope_type}: {reader.engine} has no such scaling for a drafter; {others} have")
+        raise UserError(
+            f"rope_scaling = {config.rope_scaling.rope_type}: {reader.engine} has no such scaling for a drafter; {others} have"
+        )
     for name in EXTRA_NORMS:
         if getattr(config, name) and name not in reader.norms:
             others = ", ".join(f"--to {other}" for other in Format if name in READERS[other].norms)
-            remedy = f"; {others} applies it" if others else "; no other engine does, and without it the drafter accepts next to nothing"
+            remedy = (
+                f"; {others} applies it"
+                if others
+                else "; no other engine does, and without it the drafter accepts next to nothing"
+            )
             raise UserError(f"{name} = true: {reader.engine} does not apply this norm{remedy}")
     if reader.follows_target and target is None:
-        raise UserError(f"--target is missing: {reader.engine} takes rope_theta and the taps from the target, and they have to be compared")
+        raise UserError(
+            f"--target is missing: {reader.engine} takes rope_theta and the taps from the target, and they have to be compared"
+        )
     taps = config.tap_hidden_states_ids
     wanted = default_taps(target.num_hidden_layers if target else taps[2] + 3)  # the last default tap is L - 3
     if reader.default_taps and taps != wanted:
-        raise UserError(f"tap_hidden_states_ids = {list(taps)}: {reader.engine} taps {list(wanted)}, whatever a drafter's config says")
+        raise UserError(
+            f"tap_hidden_states_ids = {list(taps)}: {reader.engine} taps {list(wanted)}, whatever a drafter's config says"
+        )
     if reader.follows_target and target and config.rope_theta != target.rope_theta:
         theirs = f"{reader.engine} would use the target's, {target.rope_theta:g}"
         raise UserError(f"rope_theta = {config.rope_theta:g}: {theirs}; fine-tune the drafter with it")
@@ -88,11 +104,17 @@ def refuse_unrepresentable(kind: Format, config: DrafterConfig, target: TargetNu
 
 def rename_first_layer(tensors: Mapping[str, T], old: str, new: str) -> dict[str, T]:
     """The same tensors, the first layer's under another prefix."""
-    return {(new + name.removeprefix(old) if name.startswith(old) else name): tensor for name, tensor in tensors.items()}
+    return {
+        (new + name.removeprefix(old) if name.startswith(old) else name): tensor for name, tensor in tensors.items()
+    }
 
 
-def emit_config(kind: Format, config: DrafterConfig, dtype: str, lookahead: int, target: TargetNumbers | None) -> dict[str, Any]:
-    """The `config.json` of a drafter in another format. `lookahead` is what a reader that wants a default number of tokens gets."""
+def emit_config(
+    kind: Format, config: DrafterConfig, dtype: str, lookahead: int, target: TargetNumbers | None
+) -> dict[str, Any]:
+    """The `config.json` of a drafter in another format. `lookahead` is what a reader that wants a default number of
+    tokens gets.
+    """
     content = to_config_json(config, dtype)
     content = {name: value for name, value in content.items() if value or name not in EXTRA_NORMS}
     inputs = content.pop(TAPS)
@@ -104,11 +126,21 @@ def emit_config(kind: Format, config: DrafterConfig, dtype: str, lookahead: int,
     return {**content, TAPS: inputs, "eagle_config": {"use_aux_hidden_state": True}}
 
 
-def _speculators_config(flat: dict[str, Any], inputs: Sequence[int], lookahead: int, target: TargetNumbers | None) -> dict[str, Any]:
+def _speculators_config(
+    flat: dict[str, Any], inputs: Sequence[int], lookahead: int, target: TargetNumbers | None
+) -> dict[str, Any]:
     """The drafter's layer in `transformer_layer_config`, everything else beside it."""
-    beside = {name: flat.pop(name) for name in ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "torch_dtype")}
+    beside = {
+        name: flat.pop(name)
+        for name in ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "torch_dtype")
+    }
     del flat["architectures"]
-    proposal = {"proposal_type": "greedy", "speculative_tokens": lookahead, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": lookahead,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
     return {
         "architectures": ["Eagle3DraftModel"],
         SPECULATORS_TYPE: "eagle3",
@@ -121,6 +153,9 @@ def _speculators_config(flat: dict[str, Any], inputs: Sequence[int], lookahead: 
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": target and target.name, "architectures": list(target.architectures) if target else []},
+            "verifier": {
+                "name_or_path": target and target.name,
+                "architectures": list(target.architectures) if target else [],
+            },
         },
     }

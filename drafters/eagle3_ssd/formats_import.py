@@ -1,6 +1,7 @@
 """Reading drafters that other projects trained: EAGLE, SpecForge (SGLang), plain vLLM and speculators.
 
-A head is taken as it is or refused by the name of the key that this project does not have; nothing is skipped in silence.
+A head is taken as it is or refused by the name of the key that this project does not have; nothing is skipped in
+silence.
 """
 
 from __future__ import annotations
@@ -16,15 +17,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from drafters.base.errors import UserError
 from drafters.eagle3_ssd.checkpoint import check_tensors, read_config_json, take_vocab
 from drafters.eagle3_ssd.config import DrafterConfig, default_taps, taps_from_json
 from drafters.eagle3_ssd.formats import EXTRA_NORMS, FIRST_LAYER, SPECULATORS_TYPE, TAPS, Format, rename_first_layer
 from drafters.eagle3_ssd.model import inverse_frequencies
 from drafters.eagle3_ssd.rope import scaling_from_json, theta_from_json
 from drafters.eagle3_ssd.vocab import VocabMap
-from drafters.errors import UserError
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
+ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "LlamaForCausalLM",
+    "Eagle3DraftModel",
+    "Eagle3Speculator",
+)
 THETA_UNSTATED = 10000.0  # what EAGLE's code and transformers take where a config says nothing
 EPS_UNSTATED = 1e-6
 
@@ -51,11 +58,16 @@ PARTS = {
     "_scale": "quantised weights",
     "experts": "a mixture of experts",
 }
-VERIFIER_PARTS = ("verifier_norm.weight", "verifier_lm_head.weight")  # the target's own, kept by speculators for training
+VERIFIER_PARTS = (
+    "verifier_norm.weight",
+    "verifier_lm_head.weight",
+)  # the target's own, kept by speculators for training
 
 
 class ForeignDrafter(NamedTuple):
-    """A head in our terms. `tensors` have canonical names and the dtype they were stored in; `notes` are lines for the user."""
+    """A head in our terms. `tensors` have canonical names and the dtype they were stored in; `notes` are lines for the
+    user.
+    """
 
     kind: Format
     config: DrafterConfig
@@ -67,8 +79,8 @@ class ForeignDrafter(NamedTuple):
 def read_foreign(place: Path, taps: Sequence[int] | None = None, target_layers: int | None = None) -> ForeignDrafter:
     """Read a head in any of the known formats.
 
-    `taps` (indices into `hidden_states`) replace what the config says; `target_layers` is needed for the default taps of a config that
-    says nothing.
+    `taps` (indices into `hidden_states`) replace what the config says; `target_layers` is needed for the default taps
+    of a config that says nothing.
     """
     where = str(place / "config.json")
     stated = read_config_json(place)
@@ -102,8 +114,13 @@ def _flat(stated: dict[str, Any], where: str) -> dict[str, Any]:
     if stated[SPECULATORS_TYPE] != "eagle3":
         raise UserError(f"{where}: {SPECULATORS_TYPE} = {stated[SPECULATORS_TYPE]!r}; only 'eagle3' is supported")
     if "norm_before_residual" not in stated:  # speculators reads false, vLLM reads true
-        raise UserError(f"{where}: norm_before_residual is missing, and its readers disagree on the default; write false or true")
-    return {**stated.get("transformer_layer_config", {}), **{name: value for name, value in stated.items() if value is not None}}
+        raise UserError(
+            f"{where}: norm_before_residual is missing, and its readers disagree on the default; write false or true"
+        )
+    return {
+        **stated.get("transformer_layer_config", {}),
+        **{name: value for name, value in stated.items() if value is not None},
+    }
 
 
 def _refuse_variants(content: Mapping[str, Any], where: str) -> None:
@@ -116,7 +133,9 @@ def _refuse_variants(content: Mapping[str, Any], where: str) -> None:
             if part.get(name):
                 raise UserError(f"{where}: {path} = {part[name]!r} is not supported ({meaning})")
     if eagle_config.get("use_aux_hidden_state") is False:
-        raise UserError(f"{where}: eagle_config.use_aux_hidden_state = false is not supported (EAGLE-1: one feature, no taps)")
+        raise UserError(
+            f"{where}: eagle_config.use_aux_hidden_state = false is not supported (EAGLE-1: one feature, no taps)"
+        )
     if content.get("hidden_act", "silu") != "silu":
         raise UserError(f"{where}: hidden_act = {content['hidden_act']!r} is not supported; drafters use 'silu'")
 
@@ -129,14 +148,20 @@ def _refuse_parts(tensors: Mapping[str, Tensor], place: Path) -> None:
 
 
 def _read_weights(place: Path) -> dict[str, Tensor]:
-    """All tensors of a directory: of its safetensors files, else of pickled ones, of which nothing but tensors is read."""
+    """All tensors of a directory: of its safetensors files, else of pickled ones, of which nothing but tensors is
+    read.
+    """
     files = sorted(place.glob("*.safetensors")) or sorted(place.glob("*.bin"))
     if not files:
         raise UserError(f"{place} holds no .safetensors or .bin file")
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
-            found = load_file(file) if file.suffix == ".safetensors" else torch.load(file, map_location="cpu", weights_only=True)
+            found = (
+                load_file(file)
+                if file.suffix == ".safetensors"
+                else torch.load(file, map_location="cpu", weights_only=True)
+            )
         except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(f"{file} is damaged or holds more than tensors, which is refused: {reason}") from error
@@ -148,13 +173,17 @@ def _read_weights(place: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _taps(content: Mapping[str, Any], given: Sequence[int] | None, target_layers: int | None, where: str) -> tuple[int, ...]:
+def _taps(
+    content: Mapping[str, Any], given: Sequence[int] | None, target_layers: int | None, where: str
+) -> tuple[int, ...]:
     if given is not None:
         return tuple(given)
     if TAPS in content or TAPS in (content.get("eagle_config") or {}):
         return taps_from_json(content, where)
     if target_layers is None:
-        raise UserError(f"{where} names no taps ({TAPS}); give --target or --target-layers N for the default ones, or --taps A B C")
+        raise UserError(
+            f"{where} names no taps ({TAPS}); give --target or --target-layers N for the default ones, or --taps A B C"
+        )
     return default_taps(target_layers)
 
 
@@ -181,7 +210,9 @@ def _config(
     scaling = scaling_from_json(content, where)
     switches: dict[str, Any] = {name: _switch(content, name) for name in EXTRA_NORMS}
     if "fc_norm.0.weight" in tensors and not switches["fc_norm"]:
-        raise UserError(f"{where}: the weights hold norms of the taps (fc_norm.*), but fc_norm is not true; set it in the config")
+        raise UserError(
+            f"{where}: the weights hold norms of the taps (fc_norm.*), but fc_norm is not true; set it in the config"
+        )
     try:
         return DrafterConfig(**sizes, **switches, rope_theta=theta, rope_scaling=scaling, tap_hidden_states_ids=taps)  # type: ignore[arg-type]
     except ValidationError as error:
@@ -196,19 +227,25 @@ def _switch(content: Mapping[str, Any], name: str) -> bool:
 
 
 def _leave_out(tensors: dict[str, Tensor], config: DrafterConfig, place: Path, notes: list[str]) -> None:
-    """Take out what is no parameter of the head: stored frequencies, which have to be the config's, and the target's own parts."""
+    """Take out what is no parameter of the head: stored frequencies, which have to be the config's, and the target's
+    own parts.
+    """
     frequencies = inverse_frequencies(config.rope, torch.device("cpu"))
     for name in [name for name in tensors if name.endswith("rotary_emb.inv_freq")]:
         stored = tensors.pop(name).float()
         if stored.shape != frequencies.shape or not torch.allclose(stored, frequencies, rtol=1e-2):
-            raise UserError(f"{place}: tensor {name!r} disagrees with the config's rotary embedding; correct rope_theta or rope_scaling")
+            raise UserError(
+                f"{place}: tensor {name!r} disagrees with the config's rotary embedding; correct rope_theta or rope_scaling"
+            )
     for name in VERIFIER_PARTS:
         if tensors.pop(name, None) is not None:
             notes.append(f"{name} is the target's own and was left out")
 
 
 def _vocab(tensors: dict[str, Tensor], config: DrafterConfig, place: Path, notes: list[str]) -> VocabMap:
-    """The draft vocabulary: `d2t` as offsets, all ids where the head covers the whole vocabulary, `t2d` made where it is missing."""
+    """The draft vocabulary: `d2t` as offsets, all ids where the head covers the whole vocabulary, `t2d` made where it
+    is missing.
+    """
     if "d2t" not in tensors and config.draft_vocab_size == config.vocab_size:
         tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
         notes.append("no d2t, and the head covers the whole vocabulary: draft ids are target ids")

@@ -1,7 +1,8 @@
-"""The EAGLE-3 drafter, single-device and mode-free: attention is passed in, and nothing here asks whether it is training.
+"""The EAGLE-3 drafter, single-device and mode-free: attention is passed in, and nothing here asks whether it is
+training.
 
-Shapes: B batch, S slots, H drafter hidden size, N query heads, M key-value heads, D head dimension, Vd draft vocabulary, Ht target's
-hidden size.
+Shapes: B batch, S slots, H drafter hidden size, N query heads, M key-value heads, D head dimension, Vd draft
+vocabulary, Ht target's hidden size.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from torch.nn import functional as F
 
 from drafters.eagle3_ssd.config import DrafterConfig
 from drafters.eagle3_ssd.rope import Rope, RopeScaling
-from infer.kernels import cpu_train
+from train.ops import cpu_train
 
 NUM_TAPS = 3
 
 
 class Attend(Protocol):
-    """Attention over whatever keys the caller makes visible, its own past and the given ones. Queries and keys are already rotated."""
+    """Attention over whatever keys the caller makes visible, its own past and the given ones. Queries and keys are
+    already rotated.
+    """
 
     def __call__(self, layer_index: int, query_BSND: Tensor, key_BSMD: Tensor, value_BSMD: Tensor, /) -> Tensor: ...
 
@@ -48,7 +51,9 @@ def _linear(periods: Tensor, _: Rope, scaling: RopeScaling) -> Tensor:
 
 
 def _llama3(periods: Tensor, _: Rope, scaling: RopeScaling) -> Tensor:
-    """Waves longer than the old context divided by `low_freq_factor` are stretched, short ones kept, those between blended."""
+    """Waves longer than the old context divided by `low_freq_factor` are stretched, short ones kept, those between
+    blended.
+    """
     low, high, old = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
     assert low is not None and high is not None and old is not None, scaling
     plain = 1.0 / periods
@@ -61,7 +66,9 @@ def _llama3(periods: Tensor, _: Rope, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(periods: Tensor, rope: Rope, scaling: RopeScaling) -> Tensor:
-    """Dimensions that turn often in the old context are kept, slow ones stretched, with a linear ramp between (arXiv 2309.00071)."""
+    """Dimensions that turn often in the old context are kept, slow ones stretched, with a linear ramp between (arXiv
+    2309.00071).
+    """
     old = scaling.original_max_position_embeddings
     assert old is not None, scaling
 
@@ -123,7 +130,9 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, table: Rotary, attend: Attend) -> Tensor:
-        query, key, value = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (
+            proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
         mixed_BSND = attend(self.layer_index, rotate(query, table), rotate(key, table), value)
         return self.o_proj(mixed_BSND.flatten(-2))
 
@@ -173,7 +182,8 @@ class MidLayer(nn.Module):
 
 
 class Eagle3Drafter(nn.Module):
-    """Predicts, at slot j, the token two places on from the embedding of token j+1 and the feature of position j (`align.py`).
+    """Predicts, at slot j, the token two places on from the embedding of token j+1 and the feature of position j
+    (`align.py`).
 
     Parameters carry the names of the EAGLE-3 checkpoint. `embed_tokens` is the target's and starts as NaN, so that an
     embedding never loaded shows at once.
@@ -182,15 +192,24 @@ class Eagle3Drafter(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=_nan(config.vocab_size, config.hidden_size))
+        self.embed_tokens = nn.Embedding(
+            config.vocab_size, config.hidden_size, _weight=_nan(config.vocab_size, config.hidden_size)
+        )
         self.embed_tokens.weight.requires_grad_(False)
-        self.own_embeddings = False  # set where the drafter was read with embeddings in its file: they need not be the target's
-        eps, taps = config.rms_norm_eps, (RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in range(NUM_TAPS))
+        self.own_embeddings = (
+            False  # set where the drafter was read with embeddings in its file: they need not be the target's
+        )
+        eps, taps = (
+            config.rms_norm_eps,
+            (RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in range(NUM_TAPS)),
+        )
         self.fc_norm = nn.ModuleList(taps) if config.fc_norm else None
         self.fc = nn.Linear(NUM_TAPS * config.target_hidden_size, config.hidden_size, bias=False)
         self.feature_norm = RMSNorm(config.hidden_size, eps) if config.feature_norm else None
         self.midlayer = MidLayer(config)
-        self.layers = nn.ModuleDict({str(index): DecoderLayer(config, index) for index in range(1, config.num_hidden_layers)})
+        self.layers = nn.ModuleDict(
+            {str(index): DecoderLayer(config, index) for index in range(1, config.num_hidden_layers)}
+        )
         self.norm = RMSNorm(config.hidden_size, eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
@@ -208,7 +227,8 @@ class Eagle3Drafter(nn.Module):
     def forward(self, embeds_BSH: Tensor, features_BSH: Tensor, positions_BS: Tensor, attend: Attend) -> Tensor:
         """One drafter step over S slots; returns [B, S, H]: feed it back as a feature, or read `logits` off it.
 
-        The first layer adds to the feature, so without `feature_norm` the scale of what is fed back drifts with every step.
+        The first layer adds to the feature, so without `feature_norm` the scale of what is fed back drifts with every
+        step.
         """
         table = rotary(positions_BS, self.config.rope)
         features_BSH = features_BSH if self.feature_norm is None else self.feature_norm(features_BSH)

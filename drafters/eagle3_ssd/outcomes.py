@@ -1,8 +1,9 @@
-"""Which outcomes of a verification a speculation is prepared for (ssd.md, section 3), and how these branches are numbered.
+"""Which outcomes of a verification a speculation is prepared for (ssd.md, section 3), and how these branches are
+numbered.
 
-An outcome is (k, t): the first k of K speculated tokens were accepted and t is the bonus token after them. Branches are numbered
-by k first, then by rank: branch `offsets[k] + i` is the (i+1)-th choice of a bonus token after k accepted tokens. F_k, the
-fan-out, is how many there are at k. Tokens are target ids throughout.
+An outcome is (k, t): the first k of K speculated tokens were accepted and t is the bonus token after them. Branches
+are numbered by k first, then by rank: branch `offsets[k] + i` is the (i+1)-th choice of a bonus token after k accepted
+tokens. F_k, the fan-out, is how many there are at k. Tokens are target ids throughout.
 
 G rows of glue logits (K + 1 per request), D draft vocabulary, F tokens per row.
 """
@@ -18,9 +19,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from drafters.base.errors import UserError
 from drafters.eagle3_ssd.card import DrafterCard
-from drafters.errors import UserError
-from infer.kernels.saguaro import top_f
+from infer.kernels.sampling.saguaro import top_f
 
 
 class Policy(StrEnum):
@@ -42,9 +43,9 @@ class PowerLaw(NamedTuple):
 class OutcomeStatistics:
     """What was measured about a drafter on held-out data; the drafter's card stores it.
 
-    `reach[k]` is the share of rounds in which exactly k tokens were accepted (k = 0..K, sum 1); `recall[k][F-1]` the share of
-    those whose bonus token was among the first F choices. Without the two tables the closed form is used, from `acceptance` and
-    `law` alone.
+    `reach[k]` is the share of rounds in which exactly k tokens were accepted (k = 0..K, sum 1); `recall[k][F-1]` the
+    share of those whose bonus token was among the first F choices. Without the two tables the closed form is used,
+    from `acceptance` and `law` alone.
     """
 
     acceptance: float | None = None
@@ -54,7 +55,9 @@ class OutcomeStatistics:
 
 
 def statistics_of(card: DrafterCard, after_hit: bool) -> OutcomeStatistics:
-    """The card's figures. Features are older after a hit, so the tables differ; where one is missing the other stands in."""
+    """The card's figures. Features are older after a hit, so the tables differ; where one is missing the other stands
+    in.
+    """
     tables = (card.measured_lagged, card.measured_fresh) if after_hit else (card.measured_fresh, card.measured_lagged)
     measured = tables[0] or tables[1]
     return OutcomeStatistics(
@@ -91,10 +94,11 @@ def select(
 ) -> Branches:
     """Choose the bonus tokens to prepare for, from the K + 1 glue distributions of one request.
 
-    `speculation` are the K tokens in flight, `fan_out` the F_k. At k < K the token speculated next is no candidate: given that it
-    was rejected, the bonus token cannot be it. `lowered[k]`: the tokens whose weight Saguaro sampling lowered when speculation[k]
-    was drawn, likeliest first; the residual lives on them, so they come before the rest. Where the draft vocabulary has too few
-    tokens, fewer branches are returned. `draft_to_target_D` None: the two vocabularies are one.
+    `speculation` are the K tokens in flight, `fan_out` the F_k. At k < K the token speculated next is no candidate:
+    given that it was rejected, the bonus token cannot be it. `lowered[k]`: the tokens whose weight Saguaro sampling
+    lowered when speculation[k] was drawn, likeliest first; the residual lives on them, so they come before the rest.
+    Where the draft vocabulary has too few tokens, fewer branches are returned. `draft_to_target_D` None: the two
+    vocabularies are one.
     """
     return select_many(glue_logits_GD, [speculation], [fan_out], draft_to_target_D, [lowered])[0]
 
@@ -109,7 +113,9 @@ def select_many(
     """`select` for several requests, whose glue rows stand one request after another: one top-F over all of them."""
     assert sum(len(s) + 1 for s in speculations) == len(glue_logits_GD), (speculations, glue_logits_GD.shape)
     assert all(len(f) == len(s) + 1 for f, s in zip(fan_outs, speculations, strict=True)), (fan_outs, speculations)
-    ranked_GF = top_f(glue_logits_GD, 1 + max(max(f) for f in fan_outs))  # one more, for the token that may be excluded
+    ranked_GF = top_f(
+        glue_logits_GD, 1 + max(max(f) for f in fan_outs)
+    )  # one more, for the token that may be excluded
     if draft_to_target_D is not None:
         ranked_GF = draft_to_target_D[ranked_GF]
     ranked = ranked_GF.tolist()
@@ -121,7 +127,10 @@ def select_many(
 
 
 def _branches(
-    ranked: Sequence[Sequence[int]], speculation: Sequence[int], fan_out: Sequence[int], lowered: Sequence[Sequence[int]]
+    ranked: Sequence[Sequence[int]],
+    speculation: Sequence[int],
+    fan_out: Sequence[int],
+    lowered: Sequence[Sequence[int]],
 ) -> Branches:
     ks: list[int] = []
     tokens: list[int] = []
@@ -138,11 +147,14 @@ def _branches(
 
 
 @lru_cache(maxsize=256)
-def fan_out(policy: Policy | str, lookahead: int, budget: int, statistics: OutcomeStatistics | None = None) -> tuple[int, ...]:
-    """F_0..F_K for a speculation of length K = `lookahead`, summing to `budget`. Cached: served lengths vary from 0 to K.
+def fan_out(
+    policy: Policy | str, lookahead: int, budget: int, statistics: OutcomeStatistics | None = None
+) -> tuple[int, ...]:
+    """F_0..F_K for a speculation of length K = `lookahead`, summing to `budget`. Cached: served lengths vary from 0 to
+    K.
 
-    `geometric` hands out the budget by the drafter's measured tables where there are any, else by the closed form. Raises
-    `UserError` where the drafter's card says nothing about acceptance.
+    `geometric` hands out the budget by the drafter's measured tables where there are any, else by the closed form.
+    Raises `UserError` where the drafter's card says nothing about acceptance.
     """
     if Policy(policy) is Policy.UNIFORM:
         return uniform(lookahead, budget)
@@ -150,7 +162,9 @@ def fan_out(policy: Policy | str, lookahead: int, budget: int, statistics: Outco
         return measured(budget, *resize(statistics, lookahead), statistics.law.exponent if statistics.law else 1.0)
     if statistics is not None and statistics.law is not None and statistics.acceptance is not None:
         return geometric(lookahead, budget, statistics.acceptance, statistics.law)
-    raise UserError("policy = geometric needs the drafter's measured acceptance and its card has none: use policy=uniform")
+    raise UserError(
+        "policy = geometric needs the drafter's measured acceptance and its card has none: use policy=uniform"
+    )
 
 
 def uniform(lookahead: int, budget: int) -> tuple[int, ...]:
@@ -160,14 +174,17 @@ def uniform(lookahead: int, budget: int) -> tuple[int, ...]:
 
 
 def geometric(lookahead: int, budget: int, acceptance: float, law: PowerLaw) -> tuple[int, ...]:
-    """Theorem 12 of arXiv 2603.03251, with the scales A of the fitted law: F_k proportional to (reach_k A_k)^(1/(1+r)).
+    """Theorem 12 of arXiv 2603.03251, with the scales A of the fitted law: F_k proportional to (reach_k
+    A_k)^(1/(1+r)).
 
     reach_k = a^k (1 - a) for k < K and a^K for k = K. With equal A this is F_k = F_0 a^(k/(1+r)) and
     F_K = F_0 a^(K/(1+r)) (1-a)^(-1/(1+r)). Integers by largest remainder.
     """
     reach = geometric_reach(lookahead, acceptance)
     scales = [law.inner] * lookahead + [law.last]
-    return largest_remainder([(p * scale) ** (1 / (1 + law.exponent)) for p, scale in zip(reach, scales, strict=True)], budget)
+    return largest_remainder(
+        [(p * scale) ** (1 / (1 + law.exponent)) for p, scale in zip(reach, scales, strict=True)], budget
+    )
 
 
 def geometric_reach(lookahead: int, acceptance: float) -> list[float]:
@@ -175,20 +192,27 @@ def geometric_reach(lookahead: int, acceptance: float) -> list[float]:
     return [acceptance**k * (1 - acceptance) for k in range(lookahead)] + [acceptance**lookahead]
 
 
-def measured(budget: int, reach: Sequence[float], recall: Sequence[Sequence[float]], tail_exponent: float = 1.0) -> tuple[int, ...]:
+def measured(
+    budget: int, reach: Sequence[float], recall: Sequence[Sequence[float]], tail_exponent: float = 1.0
+) -> tuple[int, ...]:
     """Give out the budget where a branch adds most hits, by measured reach_k and recall_k@F.
 
-    Each time the k with the largest gain per branch takes the branches that give it: one, or several where a later choice adds
-    more than the next (a first choice that seldom hits must not hide a second one that often does). Best possible where the gains
-    of each k fall, and otherwise up to the last hand-out. Beyond the measured F the miss probability goes on as F^-tail_exponent.
+    Each time the k with the largest gain per branch takes the branches that give it: one, or several where a later
+    choice adds more than the next (a first choice that seldom hits must not hide a second one that often does). Best
+    possible where the gains of each k fall, and otherwise up to the last hand-out. Beyond the measured F the miss
+    probability goes on as F^-tail_exponent.
     """
     counts = [0] * len(reach)
 
     def best_step(k: int, left: int) -> tuple[float, int]:
-        """Gain per branch and how many; the smallest number of equal ones. Beyond its table a row's gains fall: one will do."""
+        """Gain per branch and how many; the smallest number of equal ones. Beyond its table a row's gains fall: one
+        will do.
+        """
         now = recall_at(recall[k], counts[k], tail_exponent)
         sizes = range(1, min(left, max(1, len(recall[k]) - counts[k])) + 1)
-        gains = [(reach[k] * (recall_at(recall[k], counts[k] + size, tail_exponent) - now) / size, -size) for size in sizes]
+        gains = [
+            (reach[k] * (recall_at(recall[k], counts[k] + size, tail_exponent) - now) / size, -size) for size in sizes
+        ]
         gain, size = max(gains)
         return gain, -size
 
@@ -218,8 +242,9 @@ def expected_hit_rate(
 def resize(statistics: OutcomeStatistics, lookahead: int) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]:
     """The measured tables, for a speculation of another length than they were measured with.
 
-    Shorter (L < K): all rounds that got to L end there, with nothing rejected, so they take the recall of the last row. Longer:
-    the share that goes on at each further token stays as at the last one measured, a rejection there as at k = K - 1.
+    Shorter (L < K): all rounds that got to L end there, with nothing rejected, so they take the recall of the last
+    row. Longer: the share that goes on at each further token stays as at the last one measured, a rejection there as
+    at k = K - 1.
     """
     reach, recall = statistics.reach, statistics.recall
     longest = len(reach) - 1
@@ -234,7 +259,9 @@ def resize(statistics: OutcomeStatistics, lookahead: int) -> tuple[tuple[float, 
 
 
 def largest_remainder(weights: Sequence[float], total: int) -> tuple[int, ...]:
-    """Integers >= 0 that sum to `total`, each within 1 of its proportional share; equal remainders go to the smallest index."""
+    """Integers >= 0 that sum to `total`, each within 1 of its proportional share; equal remainders go to the smallest
+    index.
+    """
     scale = total / sum(weights)
     shares = [weight * scale for weight in weights]
     counts = [math.floor(share) for share in shares]
@@ -247,8 +274,8 @@ def largest_remainder(weights: Sequence[float], total: int) -> tuple[int, ...]:
 def fit_power_law(miss_KF: Sequence[Sequence[float]]) -> PowerLaw | None:
     """Fit A (k < K), A (k = K) and one exponent r to `miss_KF[k][F-1]`, by least squares of log miss on log F.
 
-    Points at 0 (never missed: no logarithm) and at 1 (the law's cap) say nothing about the line and are left out. None where a
-    group has no point left, or neither group has two different F: the table does not determine the law.
+    Points at 0 (never missed: no logarithm) and at 1 (the law's cap) say nothing about the line and are left out. None
+    where a group has no point left, or neither group has two different F: the table does not determine the law.
     """
     groups = []
     for rows in (miss_KF[:-1], miss_KF[-1:]):

@@ -1,7 +1,7 @@
 """Rotary embedding as a config states it: theta and scaling, in the old style, the new one, or both. Torch-free.
 
-Old style (transformers 4): `rope_theta` and `rope_scaling` at the top. New style (transformers 5): both in `rope_parameters`. A file may
-state both; they have to agree. The frequencies are computed in `model.py`.
+Old style (transformers 4): `rope_theta` and `rope_scaling` at the top. New style (transformers 5): both in
+`rope_parameters`. A file may state both; they have to agree. The frequencies are computed in `model.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from drafters.errors import UserError
-from drafters.settings import Settings
+from drafters.base.errors import UserError
+from drafters.base.settings import Settings
 
 ScalingType = Literal["linear", "llama3", "yarn"]
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -60,7 +60,9 @@ class Rope(NamedTuple):
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by: 1 but for yarn (its paper's 0.1 ln(factor) + 1, or what the config states)."""
+        """What cosines and sines are multiplied by: 1 but for yarn (its paper's 0.1 ln(factor) + 1, or what the config
+        states).
+        """
         scaling = self.scaling
         if scaling is None or scaling.rope_type != "yarn":
             return 1.0
@@ -90,22 +92,30 @@ def theta_from_json(content: Mapping[str, Any], where: str, default: float | Non
         return default
     if len(stated) != 1:
         found = "is missing" if not stated else f"is stated twice, as {sorted(stated)}"
-        raise UserError(f"{where}: rope_theta {found}; write the target's value once or equally in rope_theta and rope_parameters")
+        raise UserError(
+            f"{where}: rope_theta {found}; write the target's value once or equally in rope_theta and rope_parameters"
+        )
     return stated.pop()
 
 
 def scaling_from_json(content: Mapping[str, Any], where: str) -> RopeScaling | None:
-    """The scaling that `content` states, or None. One that is not supported, or stated twice and differently, is refused by name."""
+    """The scaling that `content` states, or None. One that is not supported, or stated twice and differently, is
+    refused by name.
+    """
     stated: dict[str, RopeScaling | None] = {}
     for key in ("rope_scaling", "rope_parameters"):
         part = content.get(key)
         if part and ("rope_type" in part or "type" in part):
             stated[key] = _scaling(part, f"{where}: {key}")
     if content.get("partial_rotary_factor") not in WHOLE:
-        raise UserError(f"{where}: partial_rotary_factor = {content['partial_rotary_factor']} is not supported; heads are rotated whole")
+        raise UserError(
+            f"{where}: partial_rotary_factor = {content['partial_rotary_factor']} is not supported; heads are rotated whole"
+        )
     found = list(stated.values())
     if len(found) == 2 and found[0] != found[1]:
-        raise UserError(f"{where}: rope_scaling and rope_parameters disagree ({found[0]}; {found[1]}); correct one of them")
+        raise UserError(
+            f"{where}: rope_scaling and rope_parameters disagree ({found[0]}; {found[1]}); correct one of them"
+        )
     return found[0] if found else None
 
 
@@ -123,11 +133,15 @@ def scaling_of_target(rope_parameters: Mapping[str, Any]) -> tuple[RopeScaling |
 def _scaling(part: Mapping[str, Any], where: str) -> RopeScaling | None:
     kind = part.get("rope_type", part.get("type"))
     if part.get("partial_rotary_factor") not in WHOLE:
-        raise UserError(f"{where}: partial_rotary_factor = {part['partial_rotary_factor']} is not supported; heads are rotated whole")
+        raise UserError(
+            f"{where}: partial_rotary_factor = {part['partial_rotary_factor']} is not supported; heads are rotated whole"
+        )
     if kind == "default" or kind is None:
         return None
     if kind not in get_args(ScalingType):
-        raise UserError(f"{where}: rope type {kind!r} is not supported; known: default, {', '.join(get_args(ScalingType))}")
+        raise UserError(
+            f"{where}: rope type {kind!r} is not supported; known: default, {', '.join(get_args(ScalingType))}"
+        )
     left_out = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
     try:
         return RopeScaling(rope_type=kind, **{name: value for name, value in part.items() if name not in left_out})

@@ -26,10 +26,11 @@ class RoundTimes:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What drafting costs, in verifications: a drafter step of one row, and of each further row as a share of that step.
+    """What drafting costs, in verifications: a drafter step of one row, and of each further row as a share of that
+    step.
 
-    Decoding reads all weights for each step, so `step` is about the drafter's weights over the target's; a further row costs little
-    until arithmetic takes longer than reading. `StepCosts(0.1, 0.05).of(11)` = 0.1 * 1.5 = 0.15.
+    Decoding reads all weights for each step, so `step` is about the drafter's weights over the target's; a further row
+    costs little until arithmetic takes longer than reading. `StepCosts(0.1, 0.05).of(11)` = 0.1 * 1.5 = 0.15.
     """
 
     step: float
@@ -59,7 +60,9 @@ class Interval(NamedTuple):
 
 
 class PairedTokens(NamedTuple):
-    """Of one prompt, over its hit rounds: their number, and the tokens accepted of what was served and of what a fresh draft had given."""
+    """Of one prompt, over its hit rounds: their number, and the tokens accepted of what was served and of what a fresh
+    draft had given.
+    """
 
     rounds: int
     served: int
@@ -67,7 +70,8 @@ class PairedTokens(NamedTuple):
 
 
 def retention(prompts: Sequence[PairedTokens], resamples: int = 2000, seed: int = 0) -> Interval | None:
-    """Tokens per round of the cached speculations that were served over those of fresh ones at the same contexts (section 7).
+    """Tokens per round of the cached speculations that were served over those of fresh ones at the same contexts
+    (section 7).
 
     The interval draws prompts again with replacement. None where no round was a hit. `[(2, 1, 2), (1, 1, 2)]` gives
     (3 + 2) / (3 + 4) = 0.714: three rounds, two tokens accepted of four.
@@ -83,7 +87,8 @@ def retention(prompts: Sequence[PairedTokens], resamples: int = 2000, seed: int 
 
 
 def tokens_per_round(accepted: Sequence[int]) -> float:
-    """tau: committed tokens per target forward, bonus included. `accepted` holds the accepted drafted tokens of each round.
+    """tau: committed tokens per target forward, bonus included. `accepted` holds the accepted drafted tokens of each
+    round.
 
     `tokens_per_round([0, 2, 3, 3])` = (1 + 3 + 4 + 4) / 4 = 3.0.
     """
@@ -96,12 +101,15 @@ def tokens_per_round_from_joint(joint: Sequence[float]) -> float:
 
 
 def joint_acceptance(accepted: Sequence[int], lookahead: int) -> list[float]:
-    """P(s_1..s_j all accepted) for j = 1..K over all rounds; a speculation shorter than j counts as not accepted there."""
+    """P(s_1..s_j all accepted) for j = 1..K over all rounds; a speculation shorter than j counts as not accepted
+    there.
+    """
     return [sum(count >= j for count in accepted) / len(accepted) for j in range(1, lookahead + 1)]
 
 
 def acceptance_by_position(accepted: Sequence[int], offered: Sequence[int], lookahead: int) -> list[float | None]:
-    """P(s_j accepted | s_1..s_{j-1} accepted), j = 1..K, over the rounds whose speculation had a j-th token; None: no such round.
+    """P(s_j accepted | s_1..s_{j-1} accepted), j = 1..K, over the rounds whose speculation had a j-th token; None: no
+    such round.
 
     `acceptance_by_position([0, 2, 3, 3], [3, 3, 3, 3], 3)` = [3/4, 3/3, 2/3].
     """
@@ -113,12 +121,16 @@ def acceptance_by_position(accepted: Sequence[int], offered: Sequence[int], look
 
 
 def hit_rate(hits: int, looked_up: int) -> float | None:
-    """Hits over outcomes looked up; a request's first round looks nothing up and is not counted. None where nothing was."""
+    """Hits over outcomes looked up; a request's first round looks nothing up and is not counted. None where nothing
+    was.
+    """
     return hits / looked_up if looked_up else None
 
 
 def wait_share(waits: Sequence[float], draft_busy: Sequence[float]) -> float | None:
-    """How much of the drafting was not hidden: over the hit rounds, the target's waits over the draft process's busy time."""
+    """How much of the drafting was not hidden: over the hit rounds, the target's waits over the draft process's busy
+    time.
+    """
     busy = sum(draft_busy)
     return sum(waits) / busy if busy > 0 else None
 
@@ -126,9 +138,9 @@ def wait_share(waits: Sequence[float], draft_busy: Sequence[float]) -> float | N
 def ssd_over_ar(p: float, tokens_hit: float, tokens_miss: float, times: RoundTimes, batch: int = 1) -> float:
     """Predicted speed of SSD over autoregressive decoding.
 
-    `p` hit rate of one request, `tokens_hit` and `tokens_miss` tokens per round after a hit and after a miss. The round stalls for
-    the fallback unless all `batch` requests hit. With t_AR = t_verify, p = 0.8, E = 4 and 3, background 0.9, fallback 0.5 (in
-    verifications): 3.8 / (0.8 * 1 + 0.2 * 1.5) = 3.45.
+    `p` hit rate of one request, `tokens_hit` and `tokens_miss` tokens per round after a hit and after a miss. The
+    round stalls for the fallback unless all `batch` requests hit. With t_AR = t_verify, p = 0.8, E = 4 and 3,
+    background 0.9, fallback 0.5 (in verifications): 3.8 / (0.8 * 1 + 0.2 * 1.5) = 3.45.
     """
     return _tokens(p, tokens_hit, tokens_miss) * times.autoregressive / (times.verify * _ssd_round(p, times, batch))
 
@@ -138,7 +150,9 @@ def sd_over_ar(tokens_sd: float, times: RoundTimes) -> float:
     return tokens_sd * times.autoregressive / (times.verify + times.draft)
 
 
-def ssd_over_sd(p: float, tokens_hit: float, tokens_miss: float, tokens_sd: float, times: RoundTimes, batch: int = 1) -> float:
+def ssd_over_sd(
+    p: float, tokens_hit: float, tokens_miss: float, tokens_sd: float, times: RoundTimes, batch: int = 1
+) -> float:
     """Predicted speed of SSD over synchronous SD, misses and unhidden drafting included."""
     return ssd_over_ar(p, tokens_hit, tokens_miss, times, batch) / sd_over_ar(tokens_sd, times)
 
@@ -153,18 +167,24 @@ def break_even(times: RoundTimes) -> float:
     return times.verify / (times.verify + times.draft)
 
 
-def critical_batch(p: float, times: RoundTimes, tokens_jit: float, cheap_fallback: float, tokens_cheap: float) -> int | None:
-    """b*: the smallest batch at which a cheap answer to misses is faster than JIT drafting; None: JIT is at no batch slower.
+def critical_batch(
+    p: float, times: RoundTimes, tokens_jit: float, cheap_fallback: float, tokens_cheap: float
+) -> int | None:
+    """b*: the smallest batch at which a cheap answer to misses is faster than JIT drafting; None: JIT is at no batch
+    slower.
 
-    `tokens_jit` and `tokens_cheap` are tokens per round and request over hits and misses together, `times.fallback` the JIT answer's
-    seconds and `cheap_fallback` the cheap one's. A round stalls with probability s = 1 - p^b. The cheap answer is faster iff
-    E_cheap / (m + s T_cheap) > E_jit / (m + s T_jit), m = max(t_verify, background): linear in s, so one threshold.
+    `tokens_jit` and `tokens_cheap` are tokens per round and request over hits and misses together, `times.fallback`
+    the JIT answer's seconds and `cheap_fallback` the cheap one's. A round stalls with probability s = 1 - p^b. The
+    cheap answer is faster iff E_cheap / (m + s T_cheap) > E_jit / (m + s T_jit), m = max(t_verify, background): linear
+    in s, so one threshold.
     """
     round_time = max(times.verify, times.background)
     gain = tokens_cheap * times.fallback - tokens_jit * cheap_fallback
     loss = (tokens_jit - tokens_cheap) * round_time
     if loss < 0 and gain < 0:
-        raise ValueError(f"a cheap answer that is better and slower than JIT ({tokens_cheap} > {tokens_jit}) is not a cheap answer")
+        raise ValueError(
+            f"a cheap answer that is better and slower than JIT ({tokens_cheap} > {tokens_jit}) is not a cheap answer"
+        )
     if gain <= 0:
         return None if loss >= 0 else 1
     stalls = loss / gain  # faster iff s > stalls
@@ -178,9 +198,10 @@ def critical_batch(p: float, times: RoundTimes, tokens_jit: float, cheap_fallbac
 def staleness(previous: Sequence[int], accepted: int, hit: bool, lookahead: int, refresh: int = 0) -> tuple[int, ...]:
     """D_r(0..K): drafter steps since a true target feature, on the input path of each glue slot.
 
-    `previous` is D_{r-1} and `accepted` the k' of the outcome between the rounds; `lookahead` the length now in flight. D(0) = 0;
-    D(j) = j after a JIT or n-gram answer; D(j) = D_{r-1}(k') + 1 + j after a hit. `refresh` passes make the first ones exact again.
-    K = 3: (0, 1, 2, 3), a hit with 2 accepted -> (0, 4, 5, 6), a hit with 3 accepted -> (0, 8, 9, 10), a miss -> (0, 1, 2, 3).
+    `previous` is D_{r-1} and `accepted` the k' of the outcome between the rounds; `lookahead` the length now in
+    flight. D(0) = 0; D(j) = j after a JIT or n-gram answer; D(j) = D_{r-1}(k') + 1 + j after a hit. `refresh` passes
+    make the first ones exact again. K = 3: (0, 1, 2, 3), a hit with 2 accepted -> (0, 4, 5, 6), a hit with 3 accepted
+    -> (0, 8, 9, 10), a miss -> (0, 1, 2, 3).
     """
     shift = previous[accepted] + 1 if hit else 0
     return tuple(j if j <= refresh else j + shift for j in range(lookahead + 1))

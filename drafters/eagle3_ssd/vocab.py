@@ -1,4 +1,5 @@
-"""The draft vocabulary: a strictly increasing subset of the target's ids, and its three forms (ids, offsets, membership).
+"""The draft vocabulary: a strictly increasing subset of the target's ids, and its three forms (ids, offsets,
+membership).
 
 Shapes: V target vocabulary, Vd draft vocabulary.
 """
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafters.errors import UserError
+from drafters.base.errors import UserError
 
 
 class VocabMap:
@@ -23,7 +24,9 @@ class VocabMap:
         """`draft_to_target` int64 [Vd], strictly increasing, inside 0..vocab_size-1; anything else is refused."""
         ids = draft_to_target.to(torch.int64)
         if ids.dim() != 1 or not len(ids):
-            raise UserError(f"the draft vocabulary has shape {tuple(ids.shape)}; it has to be a list of at least one target id")
+            raise UserError(
+                f"the draft vocabulary has shape {tuple(ids.shape)}; it has to be a list of at least one target id"
+            )
         if bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
             raise UserError(
                 f"the draft vocabulary has to be strictly increasing ids below {vocab_size}; it runs from {int(ids[0])} to {int(ids[-1])}: "
@@ -38,7 +41,9 @@ class VocabMap:
     def by_frequency(cls, counts_V: Tensor, size: int) -> VocabMap:
         """The `size` most frequent target ids; ties go to the smaller id."""
         if size > len(counts_V):
-            raise UserError(f"draft_vocab_size = {size} is larger than the target's vocabulary of {len(counts_V)}; take at most that")
+            raise UserError(
+                f"draft_vocab_size = {size} is larger than the target's vocabulary of {len(counts_V)}; take at most that"
+            )
         most_frequent = torch.sort(counts_V, descending=True, stable=True).indices[:size]
         return cls(most_frequent.sort().values, len(counts_V))
 
@@ -88,7 +93,9 @@ class VocabMap:
 
 
 def cached_vocabulary(counts_V: Tensor, size: int, tokenizer_hash: str, directory: Path) -> VocabMap:
-    """`VocabMap.by_frequency`, kept in `directory` under a name that depends on the tokenizer, the data (by its counts) and the size."""
+    """`VocabMap.by_frequency`, kept in `directory` under a name that depends on the tokenizer, the data (by its
+    counts) and the size.
+    """
     content = f"{tokenizer_hash}:{size}:".encode() + counts_V.to("cpu", torch.int64).numpy().tobytes()
     file = directory / f"draft-vocabulary-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
     if file.is_file():

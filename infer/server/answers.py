@@ -1,6 +1,7 @@
 """From a token stream to the text that is shown, and to OpenAI's response objects and stream chunks.
 
-A response has one or more choices: answers to the same prompt, and to several prompts. They come in any order and end one by one.
+A response has one or more choices: answers to the same prompt, and to several prompts. They come in any order and end
+one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from infer.server.driver import EngineGone, EngineThread, TokenStream
 from infer.server.errors import ApiError
 from infer.server.logprobs import PlacedToken
-from infer.text import AnswerText
+from infer.text.detokenize import AnswerText
 
 LogprobsObject = Callable[[Sequence[PlacedToken]], dict[str, Any]]
 
@@ -22,8 +23,8 @@ LogprobsObject = Callable[[Sequence[PlacedToken]], dict[str, Any]]
 class Delta(NamedTuple):
     """A piece of one answer. `new_tokens` counts the answer's tokens up to here, the one that ended it included.
 
-    `tokens` are those that came since the piece before, where log-probabilities were asked for: all tokens that are counted have
-    their entry, those whose text a stop string cut off too.
+    `tokens` are those that came since the piece before, where log-probabilities were asked for: all tokens that are
+    counted have their entry, those whose text a stop string cut off too.
     """
 
     choice: int
@@ -46,13 +47,20 @@ class Reply(NamedTuple):
 
 
 def new_reply(
-    request_id: str, model: str, is_chat: bool, prompt_tokens: int, choices: int = 1, logprobs: LogprobsObject | None = None
+    request_id: str,
+    model: str,
+    is_chat: bool,
+    prompt_tokens: int,
+    choices: int = 1,
+    logprobs: LogprobsObject | None = None,
 ) -> Reply:
     """A reply that starts now."""
     return Reply(request_id, model, int(time.time()), is_chat, prompt_tokens, choices, logprobs)
 
 
-async def deltas(engine: EngineThread, stream: TokenStream, answers: Sequence[AnswerText]) -> AsyncGenerator[Delta, None]:
+async def deltas(
+    engine: EngineThread, stream: TokenStream, answers: Sequence[AnswerText]
+) -> AsyncGenerator[Delta, None]:
     """The answers piece by piece. Whoever stops reading, a client that hangs up included, cancels the requests."""
     pending: list[list[PlacedToken]] = [[] for _ in answers]
     try:
@@ -89,10 +97,18 @@ async def events(reply: Reply, pieces: AsyncGenerator[Delta, None], include_usag
     head = _head(reply, "chat.completion.chunk" if reply.is_chat else "text_completion")
     usage = {"usage": None} if include_usage else {}
 
-    def chunk(choice: int, content: dict[str, Any], tokens: Sequence[PlacedToken] = (), finish_reason: str | None = None) -> str:
+    def chunk(
+        choice: int, content: dict[str, Any], tokens: Sequence[PlacedToken] = (), finish_reason: str | None = None
+    ) -> str:
         body = {"delta": content} if reply.is_chat else content
         logprobs = reply.logprobs(tokens) if reply.logprobs and tokens else None
-        return _event({**head, "choices": [{"index": choice, **body, "logprobs": logprobs, "finish_reason": finish_reason}], **usage})
+        return _event(
+            {
+                **head,
+                "choices": [{"index": choice, **body, "logprobs": logprobs, "finish_reason": finish_reason}],
+                **usage,
+            }
+        )
 
     counts = [0] * reply.choices
     try:

@@ -12,22 +12,25 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from data.render import RenderError, render_prompt
-from drafters.errors import UserError
-from infer.request import SamplingParams
+from data.chat.render import RenderError, render_prompt
+from drafters.base.errors import UserError
+from infer.engine.request import SamplingParams
 from infer.server.answers import deltas, events, new_reply, whole_answer
 from infer.server.driver import Ask, EngineGone, EngineThread
 from infer.server.errors import ApiError, handle_errors
 from infer.server.logprobs import chat_logprobs, completion_logprobs
 from infer.server.protocol import Body, ChatBody, CompletionBody, grammar_of, parse_body
-from infer.text import AnswerText
+from infer.text.detokenize import AnswerText
 
 if TYPE_CHECKING:
-    from infer.engine import Engine
+    from infer.engine.engine import Engine
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat's answer may fill the context
 MOST_PROMPTS = 128  # of one completion
-STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # pieces are for now, not for a proxy's buffer
+STREAM_HEADERS = {
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}  # pieces are for now, not for a proxy's buffer
 
 
 def create_app(thread: EngineThread, engine: Engine, model_name: str) -> FastAPI:
@@ -60,12 +63,16 @@ def create_app(thread: EngineThread, engine: Engine, model_name: str) -> FastAPI
     async def chat_completions(request: Request) -> Response:
         body = parse_body(ChatBody, await request.body())
         try:
-            prompt_ids = render_prompt([message.plain for message in body.messages], engine.target.tokenizer, engine.settings.template)
+            prompt_ids = render_prompt(
+                [message.plain for message in body.messages], engine.target.tokenizer, engine.settings.template
+            )
         except RenderError as error:
             raise ApiError(400, str(error), "messages", "invalid_value") from error
         return await respond(request, body, [prompt_ids], body.max_completion_tokens or body.max_tokens)
 
-    async def respond(request: Request, body: Body, prompts: Sequence[Sequence[int]], max_tokens: int | None) -> Response:
+    async def respond(
+        request: Request, body: Body, prompts: Sequence[Sequence[int]], max_tokens: int | None
+    ) -> Response:
         is_chat = isinstance(body, ChatBody)
         _check_model(body.model or model_name, model_name)
         request_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -82,10 +89,16 @@ def create_app(thread: EngineThread, engine: Engine, model_name: str) -> FastAPI
             raise ApiError(503, str(error)) from error
         tokenizer = engine.target.tokenizer
         pieces = deltas(thread, stream, [AnswerText(tokenizer, body.stops) for _ in asks])
-        logprobs = None if body.wanted_logprobs is None else partial(chat_logprobs if is_chat else completion_logprobs, tokenizer)
+        logprobs = (
+            None
+            if body.wanted_logprobs is None
+            else partial(chat_logprobs if is_chat else completion_logprobs, tokenizer)
+        )
         reply = new_reply(request_id, model_name, is_chat, sum(map(len, prompts)), len(asks), logprobs)
         if body.stream:
-            return StreamingResponse(events(reply, pieces, body.include_usage), media_type="text/event-stream", headers=STREAM_HEADERS)
+            return StreamingResponse(
+                events(reply, pieces, body.include_usage), media_type="text/event-stream", headers=STREAM_HEADERS
+            )
         answer = await _unless_disconnected(request, asyncio.ensure_future(whole_answer(reply, pieces)))
         return JSONResponse(answer)
 
@@ -112,7 +125,9 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]], engine: Engi
     """Token ids of each prompt of a completion."""
     several: list[Any] = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
     if len(several) > MOST_PROMPTS:
-        raise ApiError(400, f"prompt holds {len(several)} prompts: give at most {MOST_PROMPTS}", "prompt", "invalid_value")
+        raise ApiError(
+            400, f"prompt holds {len(several)} prompts: give at most {MOST_PROMPTS}", "prompt", "invalid_value"
+        )
     vocab_size = engine.target.facts.vocab_size
     result = []
     for one in several:

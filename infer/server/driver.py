@@ -1,4 +1,6 @@
-"""The engine's own thread. Handlers of the event loop talk to it through an inbox, and it answers through their queues."""
+"""The engine's own thread. Handlers of the event loop talk to it through an inbox, and it answers through their
+queues.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from drafters.errors import UserError
+from drafters.base.errors import UserError
 
 if TYPE_CHECKING:
-    from infer.engine import Engine
-    from infer.kernels.logprobs import TokenLogprob
-    from infer.request import FinishReason, RequestOutput, SamplingParams
+    from infer.engine.engine import Engine
+    from infer.engine.request import FinishReason, RequestOutput, SamplingParams
+    from infer.kernels.sampling.logprobs import TokenLogprob
 
 log = logging.getLogger(__name__)
 REST = 1.0  # seconds between two looks of an idle engine at its draft process
@@ -78,7 +80,9 @@ class TokenStream:
             self.loop.call_soon_threadsafe(function, argument)
 
     async def read(self) -> AsyncGenerator[Tokens, None]:
-        """Tokens round by round, the last ones of each request with a finish reason. Raises `EngineGone` where the engine ends before."""
+        """Tokens round by round, the last ones of each request with a finish reason. Raises `EngineGone` where the
+        engine ends before.
+        """
         running = len(self.request_ids)
         while running:
             item = await self.items.get()
@@ -105,7 +109,9 @@ class Listener:
 
 
 class EngineThread:
-    """Owns an engine: launches it, steps it while there is work, closes it. Every call of the engine is made in its thread."""
+    """Owns an engine: launches it, steps it while there is work, closes it. Every call of the engine is made in its
+    thread.
+    """
 
     def __init__(self, launch: Callable[[], Engine]) -> None:
         self._launch = launch
@@ -127,7 +133,9 @@ class EngineThread:
         return self._open and self._thread.is_alive()
 
     async def submit(self, asks: Sequence[Ask]) -> TokenStream:
-        """Queue requests, all or none. Raises `UserError` where the engine refuses one, `EngineGone` where there is no engine."""
+        """Queue requests, all or none. Raises `UserError` where the engine refuses one, `EngineGone` where there is no
+        engine.
+        """
         stream = TokenStream(tuple(ask.request_id for ask in asks))
 
         def on_engine(engine: Engine) -> None:
@@ -147,7 +155,9 @@ class EngineThread:
         with self._lock:
             if not self._open:
                 raise EngineGone("the engine has ended")
-            self._listeners.update({request_id: Listener(stream, choice) for choice, request_id in enumerate(stream.request_ids)})
+            self._listeners.update(
+                {request_id: Listener(stream, choice) for choice, request_id in enumerate(stream.request_ids)}
+            )
             self._inbox.put(on_engine)
         try:
             await stream.accepted

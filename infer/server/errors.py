@@ -37,4 +37,6 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_bug(_: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(ApiError(500, f"internal error ({type(error).__name__}); the server's log has more").body, 500)
+        return JSONResponse(
+            ApiError(500, f"internal error ({type(error).__name__}); the server's log has more").body, 500
+        )

@@ -10,13 +10,15 @@ from contextlib import AbstractContextManager, nullcontext
 import uvicorn
 from fastapi import FastAPI
 
-from drafters.errors import UserError
+from drafters.base.errors import UserError
 
 GRACE_SECONDS = 3  # for answers under way when the server stops
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that leaves the signals to `run_server`: uvicorn would end the process before the engine is closed."""
+    """A uvicorn server that leaves the signals to `run_server`: uvicorn would end the process before the engine is
+    closed.
+    """
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """See `uvicorn.Server`."""
@@ -37,7 +39,9 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=1024)
     except OSError as error:
         cause = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        raise UserError(f"cannot listen on {host}:{port}: {cause}; give a free port with --port, or another --host") from error
+        raise UserError(
+            f"cannot listen on {host}:{port}: {cause}; give a free port with --port, or another --host"
+        ) from error
 
 
 def url_of(listener: socket.socket) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from infer.kernels.logprobs import TokenLogprob
-from infer.text import token_bytes
+from infer.kernels.sampling.logprobs import TokenLogprob
+from infer.text.detokenize import token_bytes
 
 
 class PlacedToken(NamedTuple):

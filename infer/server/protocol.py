@@ -8,12 +8,13 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from drafters.errors import UserError, unknown_name
-from infer.grammar import ANY_OBJECT, choice_grammar, json_grammar, lark_grammar, regex_grammar
-from infer.request import MOST_LOGPROBS
+from drafters.base.errors import UserError, unknown_name
+from infer.engine.request import MOST_LOGPROBS
 from infer.server.errors import ApiError
+from infer.text.grammar import ANY_OBJECT, choice_grammar, json_grammar, lark_grammar, regex_grammar
 
-# Fields of the API that are not supported -> the values that ask for nothing, and are therefore let through (null always is).
+# Fields of the API that are not supported -> the values that ask for nothing, and are therefore let through (null
+# always is).
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "prompt_logprobs": (),
@@ -37,8 +38,9 @@ IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "pr
 class Body(BaseModel):
     """What both endpoints understand. Temperature is 1 unless given, as in OpenAI's API.
 
-    Extensions, named as vLLM names them: top_k (0 and -1 are none), min_p, repetition_penalty, stop_token_ids, ignore_eos, and
-    structured_outputs or its older form guided_json (a schema), guided_regex, guided_choice (strings), guided_grammar (Lark).
+    Extensions, named as vLLM names them: top_k (0 and -1 are none), min_p, repetition_penalty, stop_token_ids,
+    ignore_eos, and structured_outputs or its older form guided_json (a schema), guided_regex, guided_choice (strings),
+    guided_grammar (Lark).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -234,13 +236,19 @@ def refuse_unsupported(fields: dict[str, Any]) -> None:
     """Raise `ApiError` for a field that asks for what this server cannot do; silence would be a wrong answer."""
     for name, neutral in UNSUPPORTED.items():
         value = fields.get(name)
-        if value is not None and not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral):
-            raise ApiError(400, f"{name} = {json.dumps(value)[:80]} is not supported: leave it out", name, "unsupported_parameter")
+        if value is not None and not any(
+            value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral
+        ):
+            raise ApiError(
+                400, f"{name} = {json.dumps(value)[:80]} is not supported: leave it out", name, "unsupported_parameter"
+            )
 
 
 def _explain(kind: type[Body], error: ValidationError) -> ApiError:
     first = error.errors()[0]
-    path = [part for part in first["loc"] if isinstance(part, int) or part.isidentifier()]  # without the names of union branches
+    path = [
+        part for part in first["loc"] if isinstance(part, int) or part.isidentifier()
+    ]  # without the names of union branches
     field = str(path[0])
     name = ".".join(str(part) for part in path if part not in ("str", "int"))
     if first["type"] == "extra_forbidden" and len(path) > 1:
@@ -249,7 +257,9 @@ def _explain(kind: type[Body], error: ValidationError) -> ApiError:
         return ApiError(400, str(unknown_name("parameter", field, kind.model_fields)), field, "unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"you must give the parameter {name!r}", name, "missing_required_parameter")
-    return ApiError(400, f"{name} = {json.dumps(first['input'], default=str)[:80]}: {first['msg']}", name, "invalid_value")
+    return ApiError(
+        400, f"{name} = {json.dumps(first['input'], default=str)[:80]}: {first['msg']}", name, "invalid_value"
+    )
 
 
 def grammar_of(body: Body) -> str | None:
@@ -269,7 +279,9 @@ def grammar_of(body: Body) -> str | None:
     }
     given = {name: (make, value) for name, (make, value) in asked.items() if value is not None}
     if len(given) > 1:
-        raise ApiError(400, f"{' and '.join(given)} ask for different answers: give one of them", list(given)[1], "invalid_value")
+        raise ApiError(
+            400, f"{' and '.join(given)} ask for different answers: give one of them", list(given)[1], "invalid_value"
+        )
     for name, (make, value) in given.items():
         try:
             return make(value)

@@ -1,4 +1,6 @@
-"""The shape of the house, read from the sources: imports run one way, `__init__.py` files are docstrings, the top level is fixed."""
+"""The shape of the house, read from the sources: imports run one way, `__init__.py` files are docstrings, the top
+level is fixed.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,22 @@ TOP_LEVEL_FOLDERS = {".ci", "data", "drafters", "infer", "recipes", "tests", "tr
 
 
 def module_name(path: Path) -> str:
-    """`infer/kernels/accept.py` -> `infer.kernels.accept`; a package's `__init__.py` -> the package."""
+    """`infer/kernels/sampling/accept.py` -> `infer.kernels.sampling.accept`; a package's `__init__.py` -> the package."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-SOURCES = {module_name(path): path for folder in ("data", "drafters", "infer", "train") for path in sorted((ROOT / folder).rglob("*.py"))}
+SOURCES = {
+    module_name(path): path
+    for folder in ("data", "drafters", "infer", "train")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
 
 
 def imported_names(source: str, module: str, is_package: bool) -> Iterator[str]:
-    """Each name that an import anywhere in `source` may load: for `from a import b` it is `a.b`, whether b is a module or not."""
+    """Each name that an import anywhere in `source` may load: for `from a import b` it is `a.b`, whether b is a module
+    or not.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -62,18 +70,22 @@ def upward_imports(source: str, module: str, is_package: bool = False) -> list[s
 @pytest.mark.parametrize(
     ("module", "source", "bad"),
     [
-        ("infer.kernels.accept", "from drafters.errors import UserError", ["drafters.errors.UserError"]),
-        ("infer.kernels.accept", "from infer import verify", ["infer.verify"]),
-        ("infer.kernels.accept", "from .. import verify", ["infer.verify"]),
-        ("infer.kernels.accept", "from .sample import draw\nimport torch", []),
-        ("drafters.targets", "def f():\n    import data.render", ["data.render"]),
-        ("drafters.targets", "from infer import kernels\nfrom infer.kernels.sample import draw", []),
-        ("data.render", "from drafters.targets import load_target", []),
-        ("data.render", "from train.losses import kl", ["train.losses.kl"]),
-        ("train.unroll", "from infer.engine import Engine", ["infer.engine.Engine"]),
-        ("infer.engine", "import train.unroll as u", ["train.unroll"]),
-        ("infer.engine", "from tests.tiny import tiny_model", ["tests.tiny.tiny_model"]),
-        ("infer.engine", "import inference, database, training", []),
+        (
+            "infer.kernels.sampling.accept",
+            "from drafters.base.errors import UserError",
+            ["drafters.base.errors.UserError"],
+        ),
+        ("infer.kernels.sampling.accept", "from infer import verify", ["infer.engine.verify"]),
+        ("infer.kernels.sampling.accept", "from .. import verify", ["infer.engine.verify"]),
+        ("infer.kernels.sampling.accept", "from .sample import draw\nimport torch", []),
+        ("drafters.targets.target", "def f():\n    import data.chat.render", ["data.chat.render"]),
+        ("drafters.targets.target", "from infer import kernels\nfrom infer.kernels.sampling.sample import draw", []),
+        ("data.chat.render", "from drafters.targets.target import load_target", []),
+        ("data.chat.render", "from train.objective.losses import kl", ["train.objective.losses.kl"]),
+        ("train.objective.unroll", "from infer.engine.engine import Engine", ["infer.engine.engine.Engine"]),
+        ("infer.engine.engine", "import train.objective.unroll as u", ["train.objective.unroll"]),
+        ("infer.engine.engine", "from tests.tiny import tiny_model", ["tests.tiny.tiny_model"]),
+        ("infer.engine.engine", "import inference, database, training", []),
     ],
 )
 def test_the_check_finds_upward_imports(module: str, source: str, bad: list[str]) -> None:
@@ -84,14 +96,18 @@ def test_the_check_finds_upward_imports(module: str, source: str, bad: list[str]
 def test_imports_run_one_way(module: str) -> None:
     path = SOURCES[module]
     bad = upward_imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
-    assert not bad, f"{path.relative_to(ROOT)} imports {bad}; {room_of(module)} may import only {sorted(MAY_IMPORT[room_of(module) or ''])}"
+    assert not bad, (
+        f"{path.relative_to(ROOT)} imports {bad}; {room_of(module)} may import only {sorted(MAY_IMPORT[room_of(module) or ''])}"
+    )
 
 
 def test_modules_do_not_import_each_other_in_circles() -> None:
     graph: dict[str, set[str]] = {}
     for module, path in SOURCES.items():
         names = imported_names(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
-        graph[module] = {name if name in SOURCES else name.rpartition(".")[0] for name in names} & SOURCES.keys() - {module}
+        graph[module] = {name if name in SOURCES else name.rpartition(".")[0] for name in names} & SOURCES.keys() - {
+            module
+        }
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -132,6 +148,8 @@ def test_the_installed_packages_are_all_there_are() -> None:
     """A package that pyproject.toml does not list would be missing from an installed copy."""
     import tomllib
 
-    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"])
+    listed = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    )
     present = {module_name(path) for path in SOURCES.values() if path.name == "__init__.py"}
     assert listed == present

@@ -24,7 +24,17 @@ def test_the_wheel_holds_every_tracked_file_of_the_packages(tmp_path: Path) -> N
     for name in [*tracked, "pyproject.toml", "README.md", "LICENSE"]:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes((ROOT / name).read_bytes())
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(tmp_path),
+    ]
     subprocess.run([*build, str(source)], check=True, timeout=300)
     (wheel,) = tmp_path.glob("ssd_drafters-*.whl")
     missing = set(tracked) - set(zipfile.ZipFile(wheel).namelist())

@@ -1,4 +1,6 @@
-"""The engine on one CUDA device says what it says on the CPU. Run by `make gpu-check`; skipped where there is no device."""
+"""The engine on one CUDA device says what it says on the CPU. Run by `make gpu-check`; skipped where there is no
+device.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.targets import load_target
+from drafters.targets.target import load_target
 from infer.config import EngineSettings, Mode
+from infer.engine.request import SamplingParams
 from infer.launch import launch
-from infer.request import SamplingParams
 from tests.tiny import save_tiny_drafter, save_tiny_target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

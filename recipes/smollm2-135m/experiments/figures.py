@@ -1,8 +1,9 @@
 """The experiment's table and plots, from the drafters' cards and the engine's results.
 
-`python recipes/smollm2-135m/experiments/figures.py` reads runs/experiments/NAME/final-eagle3/drafter_card.json and the results.json in
-runs/engine/NAME and runs/engine/layers (README.md beside this file has the commands that write them); prints the table in Markdown, the
-differences from A with intervals over the prompts that both answered, and writes plots/depth.png and plots/layers.png.
+`python recipes/smollm2-135m/experiments/figures.py` reads runs/experiments/NAME/final-eagle3/drafter_card.json and the
+results.json in runs/engine/NAME and runs/engine/layers (README.md beside this file has the commands that write them);
+prints the table in Markdown, the differences from A with intervals over the prompts that both answered, and writes
+plots/depth.png and plots/layers.png.
 """
 
 from __future__ import annotations
@@ -29,10 +30,17 @@ def row(name: str, results: dict[str, Any]) -> str:
     served = [runs[label] for label in ("ssd budget=6", "ssd", "ssd budget=24")]
     kept = [run["retention"]["value"] for run in served]
     columns = [f"{runs['sd']['tokens_per_round']:.2f}"]
-    columns += [" ".join(f"{run['tokens_per_round']:.2f}" for run in served), " ".join(f"{run['hit_rate']:.2f}" for run in served)]
+    columns += [
+        " ".join(f"{run['tokens_per_round']:.2f}" for run in served),
+        " ".join(f"{run['hit_rate']:.2f}" for run in served),
+    ]
     columns += [" ".join(f"{value:.2f}" for value in kept)]
     held = read_card(EXPERIMENTS / name / "final-eagle3").heldout if (EXPERIMENTS / name).exists() else None
-    columns += [f"{held['tau_fresh']:.2f}", " ".join(f"{held['accuracy'][depth]:.2f}" for depth in (0, 1, 3, 5, 10))] if held else ["", ""]
+    columns += (
+        [f"{held['tau_fresh']:.2f}", " ".join(f"{held['accuracy'][depth]:.2f}" for depth in (0, 1, 3, 5, 10))]
+        if held
+        else ["", ""]
+    )
     return f"| {name} | " + " | ".join(columns) + " |"
 
 
@@ -54,7 +62,9 @@ def _runs(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _count(answer: dict[str, Any], what: str) -> int:
-    return len(answer["token_ids"]) - 1 if what == "tokens" else answer[what]  # the first token is the prompt's, no round gave it
+    return (
+        len(answer["token_ids"]) - 1 if what == "tokens" else answer[what]
+    )  # the first token is the prompt's, no round gave it
 
 
 def differences(everything: dict[str, dict[str, Any]], base: str) -> None:
@@ -63,7 +73,9 @@ def differences(everything: dict[str, dict[str, Any]], base: str) -> None:
     for name, results in everything.items():
         if name != base:
             ratios = ("sd", "tokens", "rounds"), ("ssd", "tokens", "rounds"), ("ssd", "hits", "looked_up")
-            print(f"| {name} | " + " | ".join(difference(results, everything[base], *ratio) for ratio in ratios) + " |")
+            print(
+                f"| {name} | " + " | ".join(difference(results, everything[base], *ratio) for ratio in ratios) + " |"
+            )
 
 
 def plot_depth() -> None:
@@ -92,10 +104,18 @@ def plot_layers() -> None:
             if label.startswith(f"{mode} ") and f"/{name}/" in label
         ]
         x, y = [layers for layers, _ in found], [run["tokens_per_second"] for _, run in found]
-        spread = [[abs(run["tokens_per_second_interval"][side] - run["tokens_per_second"]) for _, run in found] for side in (0, 1)]
+        spread = [
+            [abs(run["tokens_per_second_interval"][side] - run["tokens_per_second"]) for _, run in found]
+            for side in (0, 1)
+        ]
         axes.errorbar(x, y, yerr=spread, marker="o", capsize=3, color=color, label=mode.upper())
         print(mode, [(layers, round(speed, 1)) for layers, speed in zip(x, y, strict=True)])
-    axes.set(xlabel="decoder layers of the drafter", ylabel="tokens per second", xticks=sorted(LAYERS.values()), ylim=(0, None))
+    axes.set(
+        xlabel="decoder layers of the drafter",
+        ylabel="tokens per second",
+        xticks=sorted(LAYERS.values()),
+        ylim=(0, None),
+    )
     axes.legend()
     figure.tight_layout()
     figure.savefig(PLOTS / "layers.png", dpi=110)
@@ -103,7 +123,15 @@ def plot_layers() -> None:
 
 def main() -> None:
     PLOTS.mkdir(exist_ok=True)
-    titles = ["variant", "tau fresh", "tau in SSD", "hit rate", "retention", "held-out tau fresh", "held-out top-1 at depth 0 1 3 5 10"]
+    titles = [
+        "variant",
+        "tau fresh",
+        "tau in SSD",
+        "hit rate",
+        "retention",
+        "held-out tau fresh",
+        "held-out top-1 at depth 0 1 3 5 10",
+    ]
     print("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|")
     paths = [path for path in sorted(ENGINE.glob("*/results.json")) if path.parent.name != "layers"]
     everything = {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in paths}

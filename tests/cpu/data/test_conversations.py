@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data.conversations import Conversation, DataError, read_conversations
-from data.messages import stored
+from data.chat.conversations import Conversation, DataError, read_conversations
+from data.chat.messages import stored
 
 CHAT = (
     {"role": "system", "content": "Be brief."},
@@ -48,7 +48,9 @@ def test_every_layout_in_every_file_type_reads_the_same(tmp_path: Path, row: dic
 
 def test_prompt_rows_become_one_question(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "p.jsonl", {"prompt": "Hello?"})
-    assert read_conversations(path) == [Conversation(f"{path}:1", ({"role": "user", "content": "Hello?"},), False, f"{path}:1")]
+    assert read_conversations(path) == [
+        Conversation(f"{path}:1", ({"role": "user", "content": "Hello?"},), False, f"{path}:1")
+    ]
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Lima"}}}
@@ -63,7 +65,9 @@ WITH_TOOLS = (
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_tools_thinking_and_weights_read_the_same_from_every_layout(tmp_path: Path, kind: str) -> None:
-    """Arguments as an object or as JSON, calls and tools as lists or as JSON, content parts, and the empty fields of Parquet."""
+    """Arguments as an object or as JSON, calls and tools as lists or as JSON, content parts, and the empty fields of
+    Parquet.
+    """
     as_json = CALL | {"function": {"name": "weather", "arguments": '{"city": "Lima"}'}}
     asks = {"role": "user", "content": [{"type": "text", "text": "Ra"}, {"type": "text", "text": "in?"}]}
     calls = {"role": "assistant", "content": None, "tool_calls": [as_json], "reasoning": "hm"}
@@ -74,7 +78,9 @@ def test_tools_thinking_and_weights_read_the_same_from_every_layout(tmp_path: Pa
         pq.write_table(pa.Table.from_pylist(rows), path)
         variants = [path]
     else:
-        other = write_lines(tmp_path / "d.jsonl", {"id": "a", "messages": [asks, calls, *WITH_TOOLS[2:]], "tools": [TOOL["function"]]})
+        other = write_lines(
+            tmp_path / "d.jsonl", {"id": "a", "messages": [asks, calls, *WITH_TOOLS[2:]], "tools": [TOOL["function"]]}
+        )
         variants = [write_lines(path, {"id": "a", "messages": list(WITH_TOOLS), "tools": [TOOL]}), other]
     for variant in variants:
         assert [c._replace(source="c:1") for c in read_conversations(variant)] == expected
@@ -107,12 +113,17 @@ def test_parquet_columns_of_other_layouts_may_be_empty(tmp_path: Path) -> None:
     path = tmp_path / "mixed.parquet"
     rows = [{"id": "1", "messages": None, "prompt": "One?"}, {"id": "2", "messages": list(CHAT), "prompt": None}]
     pq.write_table(pa.Table.from_pylist(rows), path)
-    assert [(c.id, len(c.messages), c.source) for c in read_conversations(path)] == [("1", 1, f"{path}:1"), ("2", 3, f"{path}:2")]
+    assert [(c.id, len(c.messages), c.source) for c in read_conversations(path)] == [
+        ("1", 1, f"{path}:1"),
+        ("2", 3, f"{path}:2"),
+    ]
 
 
 def test_lines_are_counted_with_the_blank_ones_and_rows_need_no_common_schema(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
-    path.write_text('{"id": 7, "prompt": "a"}\n\n   \n{"id": "x", "messages": [{"role": "user", "content": "b"}], "extra": {"k": 1}}\n')
+    path.write_text(
+        '{"id": 7, "prompt": "a"}\n\n   \n{"id": "x", "messages": [{"role": "user", "content": "b"}], "extra": {"k": 1}}\n'
+    )
     assert [(c.id, c.source) for c in read_conversations(path)] == [("7", f"{path}:1"), ("x", f"{path}:4")]
 
 
@@ -167,7 +178,10 @@ def test_reading_parquet_leaves_nothing_in_the_cache(tmp_path: Path, monkeypatch
         ('{"messages": [{"role": ["user"], "content": "a"}]}', "message 1 has the role ['user']"),
         ('{"messages": [{"content": "a"}]}', "message 1 has the role None"),
         ('{"prompt": "a\\ud800"}', "half of a surrogate pair"),
-        ('{"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}', "message 1 has a tool call without a name"),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}',
+            "message 1 has a tool call without a name",
+        ),
         (
             '{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}',
             "calls f with arguments that are no JSON",
@@ -189,7 +203,11 @@ def test_a_bad_row_is_reported_with_its_file_and_line(tmp_path: Path, line: str 
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [('[\n{"prompt": "a"},\n{"prompt" "b"}]', 3), ('[\n{"prompt": "a"}\n\n{"prompt": "b"}]', 4), ('[{"prompt": "a"},\n', 2)],
+    [
+        ('[\n{"prompt": "a"},\n{"prompt" "b"}]', 3),
+        ('[\n{"prompt": "a"}\n\n{"prompt": "b"}]', 4),
+        ('[{"prompt": "a"},\n', 2),
+    ],
 )
 def test_a_bad_array_is_reported_with_its_line(tmp_path: Path, text: str, line: int) -> None:
     path = tmp_path / "bad.json"

@@ -1,4 +1,6 @@
-"""What `data.inspect` shows: the mask in colour, counts, reasons by file and line, coverage, overlap; and its name does no harm."""
+"""What `data.inspect` shows: the mask in colour, counts, reasons by file and line, coverage, overlap; and its name
+does no harm.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from data.batch_generate import Ask, BatchGenerator
-from data.conversations import Conversation
+from data.chat.conversations import Conversation
+from data.chat.render import Example, render
 from data.inspection import coloured, count, main
 from data.probe import agreement
-from data.render import Example, render
-from data.work import mark_complete
-from drafters.errors import run_command
-from drafters.targets import load_target
+from data.synthesis.batch_generate import Ask, BatchGenerator
+from data.synthesis.work import mark_complete
+from drafters.base.errors import run_command
+from drafters.targets.target import load_target
 from tests.chat_templates import CHATML, tokenizer_of
 from tests.cpu.data.test_merge import put_together, row, write_run
 from tests.tiny import save_tiny_drafter, save_tiny_target
@@ -31,16 +33,28 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chat(*texts: str, **more: object) -> dict[str, object]:
-    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)], **more}
+    return {
+        "messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)],
+        **more,
+    }
 
 
 def test_answers_are_green_and_marked() -> None:
     tokenizer = tokenizer_of(CHATML)
-    messages = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "é!"}, {"role": "user", "content": "B"})
-    example = render(Conversation("c", (*messages, {"role": "assistant", "content": "C"}), False, "c:1"), tokenizer).examples[0]
+    messages = (
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "é!"},
+        {"role": "user", "content": "B"},
+    )
+    example = render(
+        Conversation("c", (*messages, {"role": "assistant", "content": "C"}), False, "c:1"), tokenizer
+    ).examples[0]
     text = coloured(example, tokenizer)
     start = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert text.plain == f"{start}[1>é!<|im_end|><1]\n<|im_start|>user\nB<|im_end|>\n<|im_start|>assistant\n[2>C<|im_end|><2]\n"
+    assert (
+        text.plain
+        == f"{start}[1>é!<|im_end|><1]\n<|im_start|>user\nB<|im_end|>\n<|im_start|>assistant\n[2>C<|im_end|><2]\n"
+    )
     green = "".join(text.plain[span.start : span.end] for span in text.spans if "green" in str(span.style))
     grey = "".join(text.plain[span.start : span.end] for span in text.spans if "grey" in str(span.style))
     assert green == "é!<|im_end|>C<|im_end|>" and grey + green != "" and "assistant" in grey and "é" not in grey
@@ -54,7 +68,9 @@ def test_counts() -> None:
     conversations = [
         Conversation("1", plain, True, "c:1", temperature=0.8),
         Conversation("2", ({"role": "system", "content": "s"}, *plain, *plain), False, "c:2", temperature=0.0),
-        Conversation("3", (plain[0], {"role": "assistant", "content": "", "tool_calls": call}), False, "c:3", temperature=0.8),
+        Conversation(
+            "3", (plain[0], {"role": "assistant", "content": "", "tool_calls": call}), False, "c:3", temperature=0.8
+        ),
         Conversation("4", (plain[0], {"role": "assistant", "content": "<think>x</think>y"}), False, "c:4"),
     ]
     counts = count(conversations)
@@ -72,7 +88,9 @@ def test_everything_is_shown(target: Path, tmp_path: Path, capsys: pytest.Captur
         chat("What is one plus one plus one plus one?", "Four", finish_reason="length", temperature=0.8),
     ]
     data.write_text("".join(json.dumps(line) + "\n" for line in rows))
-    prompts.write_text('{"id": "sum", "prompt": "what is one plus one plus one plus one"}\n{"id": "other", "prompt": "Why?"}\n')
+    prompts.write_text(
+        '{"id": "sum", "prompt": "what is one plus one plus one plus one"}\n{"id": "other", "prompt": "Why?"}\n'
+    )
     command = ["--target", str(target), str(data), "--show", "1", "--draft-vocab-size", "4"]
     assert run_command(main, [*command, "--against", str(prompts)]) == 1
     out = " ".join(capsys.readouterr().out.split())
@@ -107,7 +125,9 @@ def test_a_corpus_of_another_target_is_named(target: Path, tmp_path: Path, capsy
     assert "corpus.parquet" in capsys.readouterr().err
 
 
-def test_the_probe_knows_the_targets_own_text(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_probe_knows_the_targets_own_text(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     loaded = load_target(str(target), "float32")
     asks = [Ask(str(i), tuple(range(3 + i, 20 + i)), 0.0, 16, seed=0) for i in range(4)]
     examples = []
@@ -117,10 +137,14 @@ def test_the_probe_knows_the_targets_own_text(target: Path, tmp_path: Path, caps
         examples.append(Example(answer.key, prompt + list(answer.token_ids), turn_ids))
     assert agreement(loaded, examples) == (sum(sum(example.turn_ids) for example in examples), 1.0)
     foreign = tmp_path / "foreign.jsonl"
-    foreign.write_text("".join(json.dumps(chat(f"Question {i}?", "Certainly not.", temperature=0.8)) + "\n" for i in range(3)))
+    foreign.write_text(
+        "".join(json.dumps(chat(f"Question {i}?", "Certainly not.", temperature=0.8)) + "\n" for i in range(3))
+    )
     assert run_command(main, ["--target", str(target), str(foreign), "--probe", "2"]) == 0
     line = capsys.readouterr().out.split("own choice\n")[1].splitlines()[0]
-    assert line.startswith("  temperature 0.8: ") and line.endswith(f" of 30: has {target} written them, in this thinking mode?")
+    assert line.startswith("  temperature 0.8: ") and line.endswith(
+        f" of 30: has {target} written them, in this thinking mode?"
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +171,8 @@ def test_a_bad_option_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "command", [["-c", "import inspect, dataclasses; print(inspect.signature(len))"], [str(ROOT / "data" / "inspect.py")]]
+    "command",
+    [["-c", "import inspect, dataclasses; print(inspect.signature(len))"], [str(ROOT / "data" / "inspect.py")]],
 )
 def test_its_name_never_hides_the_standard_librarys_module(command: list[str]) -> None:
     """With data/ on the path, and run as a script, which puts data/ there."""

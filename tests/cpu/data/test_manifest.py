@@ -9,10 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from data.manifest import MANIFEST_NAME, Manifest, Sampling, check_files, checksums, provenance, read_manifest, sha256_of, write_manifest
-from drafters.errors import UserError
-from drafters.target_files import TargetIdentity
-from drafters.template import TemplateOptions
+from data.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    Sampling,
+    check_files,
+    checksums,
+    provenance,
+    read_manifest,
+    sha256_of,
+    write_manifest,
+)
+from drafters.base.errors import UserError
+from drafters.targets.files import TargetIdentity
+from drafters.targets.template import TemplateOptions
 
 
 def make_manifest(directory: Path) -> Manifest:
@@ -43,13 +53,19 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_data_of_another_target_or_thinking_mode_are_named(tmp_path: Path) -> None:
     target = TargetIdentity("w" * 64, "k" * 64, "t" * 64)
-    write_manifest(tmp_path, make_manifest(tmp_path).model_copy(update={"template_options": {"enable_thinking": False}}))
+    write_manifest(
+        tmp_path, make_manifest(tmp_path).model_copy(update={"template_options": {"enable_thinking": False}})
+    )
     fits = TemplateOptions(enable_thinking=False)
     assert provenance([str(tmp_path)], "T", target, fits) == []
     (line,) = provenance([str(tmp_path)], "T", target, TemplateOptions())
     assert line.endswith("data.template.enable_thinking was False, is not given now")
     weights, template = provenance([str(tmp_path)], "T", TargetIdentity("x", "k" * 64, "y"), fits)
-    assert "target weights of hash wwww" in weights and "T has x" in weights and "a chat template of hash tttt" in template
+    assert (
+        "target weights of hash wwww" in weights
+        and "T has x" in weights
+        and "a chat template of hash tttt" in template
+    )
     (line,) = provenance(["chats.jsonl"], "T", target, fits)
     assert line.startswith("chats.jsonl has no manifest.json: make sure that T itself wrote its answers")
 

@@ -9,14 +9,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from data import merge as merging
-from data.conversations import read_conversations
+from data.chat.conversations import read_conversations
 from data.manifest import Manifest, check_files, read_manifest
-from data.merge import merge
 from data.prompts import Prompt
-from data.work import RunSettings, begin, mark_complete
-from drafters.errors import UserError
-from drafters.target_files import TargetIdentity
+from data.synthesis import merge as merging
+from data.synthesis.merge import merge
+from data.synthesis.work import RunSettings, begin, mark_complete
+from drafters.base.errors import UserError
+from drafters.targets.files import TargetIdentity
 
 TARGET = TargetIdentity("w", "k", "t")
 QUESTION = "Why does the moon look larger when it is close to the horizon?"
@@ -25,11 +25,22 @@ QUESTION = "Why does the moon look larger when it is close to the horizon?"
 def row(name: str, question: str, tokens: int = 5, temperature: float = 0.0, cut: bool = False) -> dict[str, Any]:
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": f"About {question}"}]
     reason = "length" if cut else "stop"
-    return {"id": name, "messages": messages, "finish_reason": reason, "subject": "code", "temperature": temperature, "tokens": tokens}
+    return {
+        "id": name,
+        "messages": messages,
+        "finish_reason": reason,
+        "subject": "code",
+        "temperature": temperature,
+        "tokens": tokens,
+    }
 
 
-def write_run(path: Path, *shards: list[dict[str, Any]], seed: int | None = 0, complete: bool = True, **changes: Any) -> Path:
-    """Work files as a run leaves them, one list of rows for each shard; with `seed` None of a run that kept no settings."""
+def write_run(
+    path: Path, *shards: list[dict[str, Any]], seed: int | None = 0, complete: bool = True, **changes: Any
+) -> Path:
+    """Work files as a run leaves them, one list of rows for each shard; with `seed` None of a run that kept no
+    settings.
+    """
     work = path / "work"
     if seed is not None:
         begin(work, run_settings(seed=seed, shards=len(shards), **changes), print)
@@ -59,7 +70,9 @@ def run_settings(**changes: Any) -> RunSettings:
     return RunSettings(**(usual | changes))
 
 
-def put_together(out: Path, *paths: Path, prompts: list[Prompt] | None = None, incomplete: bool = False) -> tuple[Manifest, list[str]]:
+def put_together(
+    out: Path, *paths: Path, prompts: list[Prompt] | None = None, incomplete: bool = False
+) -> tuple[Manifest, list[str]]:
     said: list[str] = []
     return merge("T", paths, out, prompts or [], lambda: TARGET, said.append, incomplete), said
 
@@ -84,7 +97,9 @@ def test_shards_and_runs_are_put_together_without_doubles(tmp_path: Path) -> Non
     assert said[-1] == "left out: 1 that stood twice, 0 that share words with a measuring prompt"
 
 
-def test_a_finished_corpus_grows_in_its_place_and_old_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_corpus_grows_in_its_place_and_old_files_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, keeper = tmp_path / "out", tmp_path / "out" / "notes.txt"
     put_together(out, write_run(tmp_path / "a", [row(f"0-{i}", f"{i}?") for i in range(5)]))
     keeper.write_text("mine")
@@ -97,11 +112,16 @@ def test_a_finished_corpus_grows_in_its_place_and_old_files_go(tmp_path: Path, m
     assert ids(out)[5:] == ["1-0"] and [run.seed for run in manifest.runs] == [0, 1]
     monkeypatch.undo()
     again, _ = put_together(out, out)
-    assert list(again.files) == ["corpus.parquet"] == [p.name for p in out.glob("*.parquet")] and again.runs == manifest.runs
+    assert (
+        list(again.files) == ["corpus.parquet"] == [p.name for p in out.glob("*.parquet")]
+        and again.runs == manifest.runs
+    )
 
 
 def test_a_corpus_that_others_were_added_to_keeps_them(tmp_path: Path) -> None:
-    """The directory of a run holds its work and the corpus that grew there; other answers to one question have ids of their own."""
+    """The directory of a run holds its work and the corpus that grew there; other answers to one question have ids of
+    their own.
+    """
     out = write_run(tmp_path / "out", [row("p1", "A?"), row("p2", "B?")])
     put_together(out, out)
     answered = row("p1", "A?")
@@ -117,7 +137,11 @@ def test_a_corpus_that_others_were_added_to_keeps_them(tmp_path: Path) -> None:
 
 def test_measuring_prompts_are_kept_out_and_named(tmp_path: Path) -> None:
     prompts = [Prompt("moon", ({"role": "user", "content": QUESTION},))]
-    rows = [row("0-1", "Tell me: " + QUESTION.upper()), row("0-2", "What is rust?"), row("0-3", "Why does the moon look larger today?")]
+    rows = [
+        row("0-1", "Tell me: " + QUESTION.upper()),
+        row("0-2", "What is rust?"),
+        row("0-3", "Why does the moon look larger today?"),
+    ]
     manifest, said = put_together(tmp_path / "out", write_run(tmp_path / "a", rows), prompts=prompts)
     assert ids(tmp_path / "out") == ["0-2", "0-3"] and manifest.num_rows == 2
     assert any("0-1 shares with moon: 'why does the moon look larger when it'" in line for line in said)
@@ -140,7 +164,8 @@ def test_shards_that_are_not_complete_are_refused_unless_that_is_asked_for(tmp_p
     run = write_run(tmp_path / "a", [row("0-1", "A?")], [row("0-2", "B?")], complete=False)
     mark_complete(run / "work", 0, True)
     with pytest.raises(
-        UserError, match=r"a/work: shard 1/2 is not complete \(2 rows are there\): let its command finish, or add --incomplete"
+        UserError,
+        match=r"a/work: shard 1/2 is not complete \(2 rows are there\): let its command finish, or add --incomplete",
     ):
         put_together(tmp_path / "out", run)
     assert not (tmp_path / "out").exists()
@@ -160,7 +185,9 @@ def test_tools_and_calls_survive_the_corpus_and_its_growth(tmp_path: Path) -> No
     put_together(tmp_path / "out", first)
     put_together(tmp_path / "out", tmp_path / "out", first, write_run(tmp_path / "b", [row("1-1", "D?")], seed=1))
     read = {c.id: c for c in read_conversations(tmp_path / "out")}
-    assert [(list(c.messages), list(c.tools)) for c in read.values()][:3] == [(r["messages"], r.get("tools", [])) for r in rows]
+    assert [(list(c.messages), list(c.tools)) for c in read.values()][:3] == [
+        (r["messages"], r.get("tools", [])) for r in rows
+    ]
     assert read["1-1"].tools == () and len(read) == 4
 
 
@@ -170,7 +197,9 @@ def test_different_targets_and_empty_directories_are_refused(tmp_path: Path) -> 
     thinks = write_run(tmp_path / "d", [row("1-1", "B?")], template_options={"enable_thinking": True})
     with pytest.raises(UserError, match=r"written by different targets \(template_hash t and u\)"):
         put_together(tmp_path / "out", first, other)
-    with pytest.raises(UserError, match=r"different chat template options \(enable_thinking was not given, is True now\)"):
+    with pytest.raises(
+        UserError, match=r"different chat template options \(enable_thinking was not given, is True now\)"
+    ):
         put_together(tmp_path / "out", first, thinks)
     with pytest.raises(UserError, match="void/work holds no answers"):
         put_together(tmp_path / "out", tmp_path / "void")

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.pack import PackedRow, pack, pack_stats
-from data.render import Example
-from drafters.errors import UserError
+from data.chat.pack import PackedRow, pack, pack_stats
+from data.chat.render import Example
+from drafters.base.errors import UserError
 
 
 def example(number: int, size: int) -> Example:
@@ -63,7 +63,9 @@ def test_packing_laws(sizes: list[int], length: int, seed: int) -> None:
         assert (row.document_ids[:filled] > 0).all() and not any(array[filled:].any() for array in row)
         assert set(np.diff(row.document_ids[:filled]).tolist()) <= {0, 1}  # each document is one run
         starts = np.flatnonzero(np.diff(row.document_ids[:filled], prepend=0))
-        assert (row.positions[starts] == 0).all() and filled - int((np.diff(row.positions[:filled]) == 1).sum()) == len(starts)
+        assert (row.positions[starts] == 0).all() and filled - int(
+            (np.diff(row.positions[:filled]) == 1).sum()
+        ) == len(starts)
     free = sorted(length - int((row.document_ids > 0).sum()) for row in rows)
     smallest = [min(len(tokens) for tokens, _ in documents(row)) for row in rows]
     assert len(rows) < 2 or free[-2] < min(smallest) or free[-2] + free[-1] < length  # no two rows could be one

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from data.conversations import Conversation, DataError, read_conversations
+from data.chat.conversations import Conversation, DataError, read_conversations
 from data.prompts import Prompt, overlap, overlap_by_prompt, read_prompts
 
 DATA = Path(__file__).parents[3] / "data"
 SHIPPED = sorted((DATA / "prompts").glob("*.jsonl"))
-MEASURING = sorted((DATA.parents[1] / "shared" / "prompts").glob("*.jsonl"))  # question sets beside the project, where they are
+MEASURING = sorted(
+    (DATA.parents[1] / "shared" / "prompts").glob("*.jsonl")
+)  # question sets beside the project, where they are
 CORPORA = sorted(path for path in (DATA / "corpora").glob("*") if path.is_dir() and any(path.glob("*.parquet")))
 
 
@@ -34,10 +36,22 @@ def test_files_take_turns(tmp_path: Path) -> None:
     prompts = read_prompts([first, second, third], 5)
     assert [prompt.id for prompt in prompts] == ["a1", "b1", "c1", "a2", "b2"]
     assert prompts[1] == Prompt("b1", asked("Question b1?"))
-    assert [prompt.id for prompt in read_prompts([first, second, third])] == ["a1", "b1", "c1", "a2", "b2", "c2", "a3", "c3", "a4"]
+    assert [prompt.id for prompt in read_prompts([first, second, third])] == [
+        "a1",
+        "b1",
+        "c1",
+        "a2",
+        "b2",
+        "c2",
+        "a3",
+        "c3",
+        "a4",
+    ]
 
 
-def test_asking_for_more_than_there_are_gives_all_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_asking_for_more_than_there_are_gives_all_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write_prompts(tmp_path / "a.jsonl", "a1", "a2")
     with caplog.at_level(logging.WARNING):
         assert len(read_prompts([path], 2)) == 2
@@ -49,7 +63,11 @@ def test_asking_for_more_than_there_are_gives_all_and_says_so(tmp_path: Path, ca
 def test_prompt_rows_and_answers_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    rows = [{"prompt": "x"}, {"id": "m", "messages": turns}, {"id": "n", "messages": [*turns, {"role": "user", "content": "c"}]}]
+    rows = [
+        {"prompt": "x"},
+        {"id": "m", "messages": turns},
+        {"id": "n", "messages": [*turns, {"role": "user", "content": "c"}]},
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [len(prompt.messages) for prompt in read_prompts([path])] == [1, 1, 3]
     assert read_prompts([path])[0] == Prompt(f"{path}:1", asked("x"))
@@ -90,7 +108,11 @@ def test_overlap_finds_shared_runs_of_words_and_whole_short_prompts() -> None:
 
 
 def test_overlap_by_prompt_says_how_much_of_each_is_there() -> None:
-    prompts = [Prompt("half", asked("a b c d e f g h i j")), Prompt("whole", asked("one two three")), Prompt("none", asked("x y z"))]
+    prompts = [
+        Prompt("half", asked("a b c d e f g h i j")),
+        Prompt("whole", asked("one two three")),
+        Prompt("none", asked("x y z")),
+    ]
     corpus = [
         Conversation("1", asked("A b c d e f g h!"), False, "c:1"),
         Conversation("2", asked("b c d e f g h i"), False, "c:2"),

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from data.conversations import Conversation, Message
-from data.render import Example, Rendered, RenderError, render_all, render_prompt, text_of_prompt
-from data.render import render as render_conversation
-from drafters.errors import UserError
+from data.chat.conversations import Conversation, Message
+from data.chat.render import Example, Rendered, RenderError, render_all, render_prompt, text_of_prompt
+from data.chat.render import render as render_conversation
+from drafters.base.errors import UserError
 from tests.tiny import CHATML, tiny_tokenizer
 
 # The structures of well-known templates, rebuilt with the special tokens of the tiny tokenizer.
@@ -130,8 +130,16 @@ def test_mask_token_by_token() -> None:
                 (0, "\n"),
             ],
         ),
-        (PLAIN_HEADER, None, [(0, "Q: Hi\nA: "), (1, " Yo\n <|im_end|>"), (0, "Q: Bye\nA: "), (2, "See you. <|im_end|>")]),
-        (BLANK_IN_ANSWER, None, [(0, "Q: Hi\nA:"), (1, "  Yo\n<|im_end|>"), (0, "Q: Bye\nA:"), (2, " See you.<|im_end|>")]),
+        (
+            PLAIN_HEADER,
+            None,
+            [(0, "Q: Hi\nA: "), (1, " Yo\n <|im_end|>"), (0, "Q: Bye\nA: "), (2, "See you. <|im_end|>")],
+        ),
+        (
+            BLANK_IN_ANSWER,
+            None,
+            [(0, "Q: Hi\nA:"), (1, "  Yo\n<|im_end|>"), (0, "Q: Bye\nA:"), (2, " See you.<|im_end|>")],
+        ),
     ],
     ids=["default-system", "own-system", "header-trim", "role-names", "plain-header", "blank-in-answer"],
 )
@@ -144,12 +152,17 @@ def test_spans_follow_the_template(template: str, system: str | None, expected: 
 def test_truncated_answer_ends_without_its_end_of_turn() -> None:
     tokenizer = tiny_tokenizer()
     example = render(chat("Hi", "Yo", "More", "and then ", truncated=True), tokenizer)
-    assert marked(example, tokenizer)[-2:] == [(0, "\n<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n"), (2, "and then ")]
+    assert marked(example, tokenizer)[-2:] == [
+        (0, "\n<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n"),
+        (2, "and then "),
+    ]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @settings(max_examples=25, deadline=None)
-@given(texts=st.lists(st.text(st.sampled_from("ab \n.é😀"), max_size=6), min_size=2, max_size=6), truncated=st.booleans())
+@given(
+    texts=st.lists(st.text(st.sampled_from("ab \n.é😀"), max_size=6), min_size=2, max_size=6), truncated=st.booleans()
+)
 def test_prompts_are_prefixes_and_answers_stand_as_written(template: str, texts: list[str], truncated: bool) -> None:
     tokenizer = tiny_tokenizer(template)
     texts = texts[: len(texts) // 2 * 2]
@@ -174,7 +187,9 @@ def test_prompts_are_prefixes_and_answers_stand_as_written(template: str, texts:
 
 
 def blank_joining_tokenizer(trim_offsets: bool) -> PreTrainedTokenizerFast:
-    """The tiny tokenizer with one merge: a blank and `Y` are one token, as words carry their blank in real vocabularies."""
+    """The tiny tokenizer with one merge: a blank and `Y` are one token, as words carry their blank in real
+    vocabularies.
+    """
     fast = tiny_tokenizer(PLAIN_HEADER)
     backend = fast.backend_tokenizer
     vocab = dict(backend.get_vocab())
@@ -196,8 +211,15 @@ def test_no_token_lies_across_the_start_of_an_answer(trim_offsets: bool) -> None
     conversation = chat("a Y", "Yes Y", "b", "Yo")
     assert tokenizer(" Yes", add_special_tokens=False)["input_ids"][0] == joined
     example = render(conversation, tokenizer)
-    assert marked(example, tokenizer) == [(0, "Q: a Y\nA: "), (1, "Yes Y <|im_end|>"), (0, "Q: b\nA: "), (2, "Yo <|im_end|>")]
-    assert example.token_ids.count(joined) == 2  # inside the question and inside the answer, not where the answers start
+    assert marked(example, tokenizer) == [
+        (0, "Q: a Y\nA: "),
+        (1, "Yes Y <|im_end|>"),
+        (0, "Q: b\nA: "),
+        (2, "Yo <|im_end|>"),
+    ]
+    assert (
+        example.token_ids.count(joined) == 2
+    )  # inside the question and inside the answer, not where the answers start
     for index in (1, 3):
         prompt = render_prompt(conversation.messages[:index], tokenizer)
         assert example.token_ids[: len(prompt)] == prompt
@@ -232,7 +254,9 @@ def test_a_rewritten_answer_is_refused_alone() -> None:
         (chat("Q", "A", "R", "B"), PLAIN_HEADER.replace("<|im_end|>", ""), "closes the answer with no special token"),
     ],
 )
-def test_what_cannot_be_rendered_is_named_by_file_and_line(conversation: Conversation, template: str, complaint: str) -> None:
+def test_what_cannot_be_rendered_is_named_by_file_and_line(
+    conversation: Conversation, template: str, complaint: str
+) -> None:
     with pytest.raises(RenderError, match=rf"chats\.jsonl:3: .*{complaint}"):
         render(conversation, tiny_tokenizer(template))
 
@@ -243,7 +267,9 @@ def test_max_tokens_cuts_and_refuses_where_no_answer_is_left() -> None:
     start = whole.turn_ids.index(1)
     cut = render(chat("Hi", "Yo"), tokenizer, max_tokens=start + 1)
     assert (cut.token_ids, cut.turn_ids) == (whole.token_ids[: start + 1], [0] * start + [1])
-    with pytest.raises(RenderError, match=rf"chats\.jsonl:3: the first {start} of its {len(whole.token_ids)} tokens hold no answer"):
+    with pytest.raises(
+        RenderError, match=rf"chats\.jsonl:3: the first {start} of its {len(whole.token_ids)} tokens hold no answer"
+    ):
         render(chat("Hi", "Yo"), tokenizer, max_tokens=start)
 
 
@@ -258,7 +284,10 @@ def test_render_all_keeps_the_reasons() -> None:
 
 
 def test_prompt_text_and_its_errors() -> None:
-    assert text_of_prompt(chat("Hi").messages, tiny_tokenizer()) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        text_of_prompt(chat("Hi").messages, tiny_tokenizer())
+        == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
     with pytest.raises(UserError, match="there are no messages"):
         render_prompt([], tiny_tokenizer())
     tokenizer = tiny_tokenizer()

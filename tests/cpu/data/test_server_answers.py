@@ -16,19 +16,20 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from data import server_answers, synthesize
-from data.conversations import read_conversations
+from data import synthesize
+from data.chat.conversations import read_conversations
+from data.chat.render import render_prompt
 from data.manifest import read_manifest
-from data.render import render_prompt
-from drafters.errors import run_command
-from drafters.settings import load_settings
+from data.synthesis import server_answers
+from drafters.base.errors import run_command
+from drafters.base.settings import load_settings
 from infer.config import EngineSettings, Mode
+from infer.engine.request import SamplingParams
 from infer.launch import launch
-from infer.request import SamplingParams
 from infer.server.app import create_app
 from infer.server.driver import EngineThread
 from infer.server.http import listen, make_server, url_of
-from infer.text import decode
+from infer.text.detokenize import decode
 from tests.cpu.infer.recipe import target_of, write_recipe
 from tests.tiny import save_tiny_target
 
@@ -54,7 +55,9 @@ class FakeServer:
         self.faults: dict[str, list[Response]] = {}
         self.always: Response | None = None
         self.busy = self.most_busy = 0
-        self.reply: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: {"content": f"echo {body['messages'][-1]['content']}"}
+        self.reply: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: {
+            "content": f"echo {body['messages'][-1]['content']}"
+        }
         self.finish, self.delay = "stop", 0.0
         self.lock = threading.Lock()
         self.http = QuietServer(("127.0.0.1", 0), self._handler())
@@ -69,7 +72,11 @@ class FakeServer:
         if self.always:
             return self.always
         message = {"role": "assistant", **self.reply(body)}
-        return 200, {}, {"choices": [{"message": message, "finish_reason": self.finish}], "usage": {"completion_tokens": 4}}
+        return (
+            200,
+            {},
+            {"choices": [{"message": message, "finish_reason": self.finish}], "usage": {"completion_tokens": 4}},
+        )
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         fake = self
@@ -124,29 +131,61 @@ def write_chats(path: Path, count: int = 3, turns: int = 1) -> Path:
     lines = []
     for i in range(count):
         questions = [{"role": "user", "content": f"q{i}.{turn}"} for turn in range(turns)]
-        messages = [message for question in questions for message in (question, {"role": "assistant", "content": "old"})]
+        messages = [
+            message for question in questions for message in (question, {"role": "assistant", "content": "old"})
+        ]
         lines.append(json.dumps({"id": f"c{i}", "messages": messages[:-1]}) + "\n")
     path.write_text("".join(lines))
     return path
 
 
 def run(target: Path, directory: Path, url: str, *options: str) -> int:
-    given = ["--target", str(target), "--out", str(directory / "out"), "--server", url, "--model", "tiny", "--max-new-tokens", "8"]
-    return run_command(synthesize.main, [*given, *(options or ["--prompts", str(write_chats(directory / "chats.jsonl"))])])
+    given = [
+        "--target",
+        str(target),
+        "--out",
+        str(directory / "out"),
+        "--server",
+        url,
+        "--model",
+        "tiny",
+        "--max-new-tokens",
+        "8",
+    ]
+    return run_command(
+        synthesize.main, [*given, *(options or ["--prompts", str(write_chats(directory / "chats.jsonl"))])]
+    )
 
 
 def rows(directory: Path) -> list[dict[str, Any]]:
     return pq.read_table(directory / "out" / "corpus.parquet").to_pylist()
 
 
-def test_turns_are_answered_one_after_the_other_and_many_at_once(server: FakeServer, target: Path, tmp_path: Path) -> None:
+def test_turns_are_answered_one_after_the_other_and_many_at_once(
+    server: FakeServer, target: Path, tmp_path: Path
+) -> None:
     server.delay = 0.02
     chats = write_chats(tmp_path / "chats.jsonl", count=12, turns=3)
-    assert run(target, tmp_path, f"{server.url}/v1/", "--prompts", str(chats), "--concurrency", "5", "--enable-thinking", "false") == 0
+    assert (
+        run(
+            target,
+            tmp_path,
+            f"{server.url}/v1/",
+            "--prompts",
+            str(chats),
+            "--concurrency",
+            "5",
+            "--enable-thinking",
+            "false",
+        )
+        == 0
+    )
     found = rows(tmp_path)
     assert len(found) == 12 and server.most_busy == 5
     for i, row in enumerate(sorted(found, key=lambda row: int(row["id"][1:]))):
-        assert [m["content"] for m in row["messages"]] == [t for n in range(3) for t in (f"q{i}.{n}", f"echo q{i}.{n}")]
+        assert [m["content"] for m in row["messages"]] == [
+            t for n in range(3) for t in (f"q{i}.{n}", f"echo q{i}.{n}")
+        ]
         assert (row["tokens"], row["finish_reason"], row["temperature"]) == (12, "stop", 0.8 * (i % 2))
     assert {(body["max_tokens"], body["model"]) for body in server.bodies} == {(8, "tiny")}
     assert all(body["chat_template_kwargs"] == {"enable_thinking": False} for body in server.bodies)
@@ -156,7 +195,10 @@ def test_turns_are_answered_one_after_the_other_and_many_at_once(server: FakeSer
 
 
 def test_faults_that_pass_are_tried_again(server: FakeServer, target: Path, tmp_path: Path) -> None:
-    server.faults = {"q0.0": [(429, {"Retry-After": "0"}, "slow down"), (503, {}, {"error": {"message": "busy"}})], "q1.0": [(500, {}, "")]}
+    server.faults = {
+        "q0.0": [(429, {"Retry-After": "0"}, "slow down"), (503, {}, {"error": {"message": "busy"}})],
+        "q1.0": [(500, {}, "")],
+    }
     assert run(target, tmp_path, server.url) == 0
     assert len(rows(tmp_path)) == 3 and len(server.bodies) == 6
 
@@ -175,11 +217,15 @@ def test_thinking_tool_calls_and_cut_answers_are_kept(server: FakeServer, target
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
     chats = tmp_path / "chats.jsonl"
     called = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "r", "tool_call_id": "x"}]
-    chats.write_text(json.dumps({"id": "c", "messages": [{"role": "user", "content": "a"}, *called], "tools": [tool]}) + "\n")
+    chats.write_text(
+        json.dumps({"id": "c", "messages": [{"role": "user", "content": "a"}, *called], "tools": [tool]}) + "\n"
+    )
     server.reply = lambda body: {"content": None, "reasoning_content": "hm", "tool_calls": [call]}
     assert run(target, tmp_path, server.url, "--prompts", str(chats)) == 0
     (body,) = server.bodies
-    assert body["tools"] == [tool] and body["messages"][1]["tool_calls"] == [call] and "weight" not in body["messages"][1]
+    assert (
+        body["tools"] == [tool] and body["messages"][1]["tool_calls"] == [call] and "weight" not in body["messages"][1]
+    )
     (conversation,) = read_conversations(tmp_path / "out")
     assert conversation.tools == (tool,) and conversation.messages[1]["weight"] == 0
     answer = conversation.messages[-1]
@@ -199,10 +245,14 @@ def test_a_server_that_goes_away_ends_the_run_and_the_next_one_goes_on(
     asked = len(server.bodies)
     assert asked == 5 + 4
     assert run(target, tmp_path, server.url, *options) == 0
-    assert [body["messages"][-1]["content"] for body in server.bodies[asked:]] == ["q2.1", "q3.0", "q3.1"] and len(rows(tmp_path)) == 4
+    assert [body["messages"][-1]["content"] for body in server.bodies[asked:]] == ["q2.1", "q3.0", "q3.1"] and len(
+        rows(tmp_path)
+    ) == 4
 
 
-def test_a_client_that_leaves_is_no_error_of_the_server(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_client_that_leaves_is_no_error_of_the_server(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     server.delay, server.reply = 0.2, lambda body: {"content": 10_000_000 * "x"}
     with socket.create_connection(("127.0.0.1", server.http.server_port)) as client:
         body = json.dumps({"messages": [{"role": "user", "content": "q"}]}).encode()
@@ -225,7 +275,12 @@ def test_a_client_that_leaves_is_no_error_of_the_server(server: FakeServer, caps
     ],
 )
 def test_faults_that_do_not_pass_end_the_run_at_once(
-    server: FakeServer, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], always: Response, message: str
+    server: FakeServer,
+    target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    always: Response,
+    message: str,
 ) -> None:
     server.always = always
     assert run(target, tmp_path, server.url) == 2
@@ -238,11 +293,18 @@ def test_a_run_where_everything_is_refused_gives_up(
 ) -> None:
     server.always = (422, {}, {"error": {"message": "no seed please"}})
     assert run(target, tmp_path, server.url, "--prompts", str(write_chats(tmp_path / "chats.jsonl", count=40))) == 2
-    assert "the first 20 conversations were all refused, the last one because: 422 (no seed please)" in capsys.readouterr().err
+    assert (
+        "the first 20 conversations were all refused, the last one because: 422 (no seed please)"
+        in capsys.readouterr().err
+    )
 
 
 def test_who_is_asked_is_checked_first(
-    server: FakeServer, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    server: FakeServer,
+    target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chats = str(write_chats(tmp_path / "chats.jsonl"))
     assert run(target, tmp_path / "a", server.url, "--prompts", chats, "--model", "tyni") == 2

@@ -1,4 +1,6 @@
-"""Writing a corpus: what the target would answer, whatever the batch, once for each prompt, and no row lost or doubled by a stop."""
+"""Writing a corpus: what the target would answer, whatever the batch, once for each prompt, and no row lost or doubled
+by a stop.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from data import synthesize
-from data.batch_generate import Answer, Ask, BatchGenerator, _Running, choose
-from data.conversations import read_conversations
+from data.chat.conversations import read_conversations
+from data.chat.render import render_all
 from data.manifest import check_files, read_manifest
-from data.render import render_all
-from drafters.errors import run_command
-from drafters.targets import Target, load_target
+from data.synthesis.batch_generate import Answer, Ask, BatchGenerator, _Running, choose
+from drafters.base.errors import run_command
+from drafters.targets.target import Target, load_target
 from tests.tiny import tiny_model, tiny_tokenizer
 
 NEW, END = 12, 2
@@ -63,7 +65,9 @@ def test_greedy_answers_are_what_transformers_generates(target: Target, director
     answers = _answers(target, 3, _asks())
     for ask in _asks():
         prompt = torch.tensor([ask.prompt_ids])
-        out = plain.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=ask.max_new_tokens, do_sample=False)
+        out = plain.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=ask.max_new_tokens, do_sample=False
+        )
         expected = out[0, len(ask.prompt_ids) :].tolist()
         assert answers[ask.key].token_ids == tuple(expected) and answers[ask.key].ended == (expected[-1] == END)
 
@@ -72,7 +76,9 @@ def test_greedy_answers_are_what_transformers_generates(target: Target, director
 def test_an_answer_does_not_depend_on_the_batch(target: Target, temperature: float) -> None:
     alone = _answers(target, 1, _asks(temperature))
     assert alone == _answers(target, 3, _asks(temperature)) == _answers(target, 8, list(reversed(_asks(temperature))))
-    assert temperature == 0 or any(alone[key] != answer for key, answer in _answers(target, 8, _asks()).items()), "never sampled"
+    assert temperature == 0 or any(alone[key] != answer for key, answer in _answers(target, 8, _asks()).items()), (
+        "never sampled"
+    )
 
 
 def test_a_pool_that_other_answers_used_gives_the_same_ones(target: Target) -> None:
@@ -84,7 +90,9 @@ def test_a_pool_that_other_answers_used_gives_the_same_ones(target: Target) -> N
 def test_an_end_token_ends_an_answer(target: Target) -> None:
     answers = [*_answers(target, 8, _asks()).values(), *_answers(target, 8, _asks(temperature=1.0)).values()]
     assert 0 < sum(answer.ended for answer in answers) < len(answers)
-    assert all(answer.ended == (answer.token_ids[-1] == END) and END not in answer.token_ids[:-1] for answer in answers)
+    assert all(
+        answer.ended == (answer.token_ids[-1] == END) and END not in answer.token_ids[:-1] for answer in answers
+    )
 
 
 def test_sampled_tokens_follow_the_distribution() -> None:
@@ -97,7 +105,18 @@ def test_sampled_tokens_follow_the_distribution() -> None:
 
 
 def _run(directory: Path, out: Path, *options: str) -> int:
-    common = ["--target", str(directory), "--out", str(out), "--dtype", "float32", "--max-new-tokens", str(NEW), "--batch-size", "4"]
+    common = [
+        "--target",
+        str(directory),
+        "--out",
+        str(out),
+        "--dtype",
+        "float32",
+        "--max-new-tokens",
+        str(NEW),
+        "--batch-size",
+        "4",
+    ]
     return run_command(synthesize.main, [*common, *options])
 
 
@@ -125,10 +144,15 @@ def test_a_corpus_is_complete_and_can_be_trained_on(whole: Path, target: Target)
     check_files(whole, manifest)
     assert [row["id"] for row in rows] == sorted({row["id"] for row in rows}) and len(rows) >= 4
     assert {row["temperature"] for row in rows} == {0.0, 0.8}
-    assert all(0 < row["tokens"] <= NEW and (row["finish_reason"] == "length") <= (row["tokens"] == NEW) for row in rows)
+    assert all(
+        0 < row["tokens"] <= NEW and (row["finish_reason"] == "length") <= (row["tokens"] == NEW) for row in rows
+    )
     assert (manifest.num_rows, manifest.num_response_tokens) == (len(rows), sum(row["tokens"] for row in rows))
     assert manifest.num_truncated == sum(row["finish_reason"] == "length" for row in rows)
-    assert (manifest.target_weight_hash, manifest.template_hash) == (target.facts.weight_hash, target.facts.template_hash)
+    assert (manifest.target_weight_hash, manifest.template_hash) == (
+        target.facts.weight_hash,
+        target.facts.template_hash,
+    )
     rendered = render_all(read_conversations(whole / "corpus.parquet"), target.tokenizer)
     assert len(rendered.examples) == len(rows) and not rendered.rejected
 
@@ -138,13 +162,17 @@ def test_the_target_itself_wrote_the_rest_of_some_prompts(whole: Path) -> None:
     by_id = {row["id"]: row["messages"][0]["content"] for row in _rows(whole)}
     assert any(line["key"] in by_id for line in written)
     assert all(by_id[line["key"]].endswith(line["text"].strip()) for line in written if line["key"] in by_id)
-    assert not any(line["key"] in by_id for line in written if not line["ended"]), "a turn that never ended is no prompt"
+    assert not any(line["key"] in by_id for line in written if not line["ended"]), (
+        "a turn that never ended is no prompt"
+    )
 
 
 def test_a_greedy_row_is_what_the_target_answers(whole: Path, target: Target, directory: Path) -> None:
     plain: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     row = next(row for row in _rows(whole) if row["temperature"] == 0.0)
-    asked = target.tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    asked = target.tokenizer.apply_chat_template(
+        row["messages"][:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     out = plain.generate(**asked, max_new_tokens=NEW, do_sample=False)[0, asked["input_ids"].shape[1] :]
     assert target.tokenizer.decode(out[:-1] if out[-1] == END else out) == row["messages"][1]["content"]
 
@@ -175,7 +203,9 @@ def test_an_interrupted_run_goes_on_to_the_same_corpus(
     assert read_manifest(tmp_path) == read_manifest(whole)
 
 
-def test_a_run_stops_when_the_tokens_are_there_and_again_adds_nothing(directory: Path, prompts: Path, tmp_path: Path) -> None:
+def test_a_run_stops_when_the_tokens_are_there_and_again_adds_nothing(
+    directory: Path, prompts: Path, tmp_path: Path
+) -> None:
     options = ["--prompts", str(prompts), "--response-tokens", "30"]
     assert _run(directory, tmp_path, *options) == 0
     rows = _rows(tmp_path)
@@ -184,7 +214,9 @@ def test_a_run_stops_when_the_tokens_are_there_and_again_adds_nothing(directory:
     assert _rows(tmp_path) == rows
 
 
-def test_shards_are_put_together_by_merge(directory: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_are_put_together_by_merge(
+    directory: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--prompts", str(prompts), "--response-tokens", "1000"]
     for shard in ("0/2", "1/2"):
         assert _run(directory, tmp_path / "two", *options, "--shard", shard) == 0
@@ -231,19 +263,32 @@ def test_work_of_a_run_without_settings_goes_on_with_a_warning(
 
 
 def test_conversations_are_answered_turn_by_turn(directory: Path, target: Target, tmp_path: Path) -> None:
-    """Each answer is the target's to what it said before, not to the answers that the file holds; a stop loses no turn."""
+    """Each answer is the target's to what it said before, not to the answers that the file holds; a stop loses no
+    turn.
+    """
     plain: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     chats = tmp_path / "chats.jsonl"
     with chats.open("w") as file:
         for name in "abcdef":
-            turns = [("user", f"One {name}?"), ("assistant", "No."), ("user", "Two?"), ("assistant", "No."), ("user", "Three?")]
-            print(json.dumps({"id": name, "messages": [{"role": role, "content": text} for role, text in turns]}), file=file)
+            turns = [
+                ("user", f"One {name}?"),
+                ("assistant", "No."),
+                ("user", "Two?"),
+                ("assistant", "No."),
+                ("user", "Three?"),
+            ]
+            print(
+                json.dumps({"id": name, "messages": [{"role": role, "content": text} for role, text in turns]}),
+                file=file,
+            )
     assert _run(directory, tmp_path / "out", "--prompts", str(chats)) == 0
     rows = _rows(tmp_path / "out")
     assert [row["id"] for row in rows] == list("abcdef")
     longest: list[dict[str, str]] = max((row["messages"] for row in rows if row["temperature"] == 0.0), key=len)
     for index in range(1, len(longest), 2):
-        asked = target.tokenizer.apply_chat_template(longest[:index], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        asked = target.tokenizer.apply_chat_template(
+            longest[:index], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
         out = plain.generate(**asked, max_new_tokens=NEW, do_sample=False)[0, asked["input_ids"].shape[1] :]
         assert target.tokenizer.decode(out[:-1] if out[-1] == END else out) == longest[index]["content"]
     assert max(len(row["messages"]) for row in rows) > 2, "no conversation went on to its second turn"
@@ -275,7 +320,9 @@ def test_sigterm_keeps_what_is_finished(
     assert _run(directory, tmp_path, "--merge", "--incomplete") == 0 and len(_rows(tmp_path)) == 2
 
 
-def test_long_prompts_are_left_out_and_named(directory: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_prompts_are_left_out_and_named(
+    directory: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"id": "long", "prompt": "word " * 100}) + "\n")
     assert _run(directory, tmp_path, "--prompts", str(prompts), str(long), "--max-prompt-tokens", "100") == 0

@@ -1,14 +1,22 @@
-"""What a conversation asks next, by hand: answers are written anew, tool calls and their results stay, and what ends a row."""
+"""What a conversation asks next, by hand: answers are written anew, tool calls and their results stay, and what ends a
+row.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from data.talks import Plan, Question, Reply, next_step, num_answers
+from data.synthesis.talks import Plan, Question, Reply, next_step, num_answers
 
-SYSTEM, HI, BYE = ({"role": role, "content": text} for role, text in (("system", "S"), ("user", "Hi"), ("user", "Bye")))
+SYSTEM, HI, BYE = (
+    {"role": role, "content": text} for role, text in (("system", "S"), ("user", "Hi"), ("user", "Bye"))
+)
 OLD = {"role": "assistant", "content": "old"}
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+}
 RESULT = {"role": "tool", "content": "42"}
 
 

@@ -1,4 +1,6 @@
-"""Masks of real template structures, written by hand; and the law that what serving renders is a prefix of what training renders."""
+"""Masks of real template structures, written by hand; and the law that what serving renders is a prefix of what
+training renders.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations import Conversation
-from data.render import PLAIN_TEMPLATE, Example, RenderError, render, render_all, render_prompt, text_of_prompt
-from drafters.errors import UserError
-from drafters.template import TemplateOptions, differences
+from data.chat.conversations import Conversation
+from data.chat.render import PLAIN_TEMPLATE, Example, RenderError, render, render_all, render_prompt, text_of_prompt
+from drafters.base.errors import UserError
+from drafters.targets.template import TemplateOptions, differences
 from tests.chat_templates import CHATML, GEMMA, LLAMA3, MISTRAL, NAMES, OPENS_THINKING, PHI3, QWEN3, tokenizer_of
 
 THINKING, NOT_THINKING = TemplateOptions(enable_thinking=True), TemplateOptions(enable_thinking=False)
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Lima"}}}
 
 
@@ -30,22 +35,37 @@ def talk(*messages: dict[str, Any], truncated: bool = False, tools: tuple[Any, .
     return Conversation("c", messages, truncated, "chats.jsonl:3", tools)
 
 
-def learnt(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, options: TemplateOptions = PLAIN_TEMPLATE) -> list[list[str]]:
-    """For each example the texts of its supervised turns; every prompt before one is checked against what serving renders."""
+def learnt(
+    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, options: TemplateOptions = PLAIN_TEMPLATE
+) -> list[list[str]]:
+    """For each example the texts of its supervised turns; every prompt before one is checked against what serving
+    renders.
+    """
     found = []
     for example in render(conversation, tokenizer, options=options).examples:
-        found.append([check_turn(example, turn, conversation, tokenizer, options) for turn in sorted(set(example.turn_ids) - {0})])
+        found.append(
+            [
+                check_turn(example, turn, conversation, tokenizer, options)
+                for turn in sorted(set(example.turn_ids) - {0})
+            ]
+        )
     return found
 
 
 def check_turn(
-    example: Example, turn: int, conversation: Conversation, tokenizer: PreTrainedTokenizerBase, options: TemplateOptions
+    example: Example,
+    turn: int,
+    conversation: Conversation,
+    tokenizer: PreTrainedTokenizerBase,
+    options: TemplateOptions,
 ) -> str:
     """The text of one turn, after checks that it is one run of tokens and that the prompt before it is serving's."""
     places = [i for i, t in enumerate(example.turn_ids) if t == turn]
     assert places == list(range(places[0], places[-1] + 1))
     index = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"][turn - 1]
-    assert example.token_ids[: places[0]] == render_prompt(conversation.messages[:index], tokenizer, options, conversation.tools)
+    assert example.token_ids[: places[0]] == render_prompt(
+        conversation.messages[:index], tokenizer, options, conversation.tools
+    )
     return str(tokenizer.decode(example.token_ids[places[0] : places[-1] + 1]))
 
 
@@ -80,11 +100,15 @@ def test_a_refused_role_is_named() -> None:
 
 
 def test_qwen3_without_thinking_is_cut_per_turn() -> None:
-    """The prompt of each turn ends with an empty block, which past turns lose: no one text holds both as serving writes them."""
+    """The prompt of each turn ends with an empty block, which past turns lose: no one text holds both as serving
+    writes them.
+    """
     tokenizer = tokenizer_of(QWEN3)
     assert learnt(talk(HI, YO, BYE, SEE), tokenizer, NOT_THINKING) == [["Yo<|im_end|>"], ["See you.<|im_end|>"]]
     first, second = render(talk(HI, YO, BYE, SEE), tokenizer, options=NOT_THINKING).examples
-    assert str(tokenizer.decode(first.token_ids)).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\nYo<|im_end|>\n")
+    assert str(tokenizer.decode(first.token_ids)).endswith(
+        "<|im_start|>assistant\n<think>\n\n</think>\n\nYo<|im_end|>\n"
+    )
     assert "assistant\nYo<|im_end|>\n<|im_start|>user" in str(tokenizer.decode(second.token_ids))
 
 
@@ -128,7 +152,10 @@ def test_a_prompt_that_opens_the_thinking() -> None:
     tokenizer = tokenizer_of(OPENS_THINKING)
     conversation = talk(HI, says("assistant", "hm\n</think>\nYo"), BYE, says("assistant", "</think>See"))
     assert learnt(conversation, tokenizer) == [["hm\n</think>\nYo<|end|>"], ["</think>See<|end|>"]]
-    assert text_of_prompt(conversation.messages[:3], tokenizer) == "<|user|>Hi<|assistant|>\nYo<|end|><|user|>Bye<|assistant|><think>\n"
+    assert (
+        text_of_prompt(conversation.messages[:3], tokenizer)
+        == "<|user|>Hi<|assistant|>\nYo<|end|><|user|>Bye<|assistant|><think>\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +165,10 @@ def test_a_prompt_that_opens_the_thinking() -> None:
         (
             QWEN3,
             NOT_THINKING,
-            [['<tool_call>\n{"name": "weather", "arguments": {"city": "Lima"}}\n</tool_call><|im_end|>'], ["It rains.<|im_end|>"]],
+            [
+                ['<tool_call>\n{"name": "weather", "arguments": {"city": "Lima"}}\n</tool_call><|im_end|>'],
+                ["It rains.<|im_end|>"],
+            ],
         ),
         (MISTRAL, PLAIN_TEMPLATE, [['[CALLS] weather {"city": "Lima"}</s>', " It rains.</s>"]]),
     ],
@@ -148,7 +178,9 @@ def test_tool_calls_and_results(template: str, options: TemplateOptions, expecte
     tokenizer = tokenizer_of(template)
     messages = (HI, says("assistant", tool_calls=[CALL]), says("tool", "rain"), says("assistant", "It rains."))
     assert learnt(talk(*messages, tools=(TOOL,)), tokenizer, options) == expected
-    assert '"weather"' in text_of_prompt([HI], tokenizer, options, (TOOL,)) and "rain" in text_of_prompt(messages[:3], tokenizer, options)
+    assert '"weather"' in text_of_prompt([HI], tokenizer, options, (TOOL,)) and "rain" in text_of_prompt(
+        messages[:3], tokenizer, options
+    )
 
 
 def test_tools_that_move_to_the_last_question_cut_the_conversation() -> None:
@@ -199,10 +231,14 @@ def test_options_that_differ_are_said() -> None:
 TEXTS = st.text(st.sampled_from("ab \n.é😀<"), max_size=6)
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA3, QWEN3, MISTRAL, GEMMA, PHI3], ids=lambda template: NAMES[template])
+@pytest.mark.parametrize(
+    "template", [CHATML, LLAMA3, QWEN3, MISTRAL, GEMMA, PHI3], ids=lambda template: NAMES[template]
+)
 @settings(max_examples=20, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=2, max_size=6), truncated=st.booleans())
-def test_every_answer_is_learnt_once_behind_the_prompt_of_serving(template: str, texts: list[str], truncated: bool) -> None:
+def test_every_answer_is_learnt_once_behind_the_prompt_of_serving(
+    template: str, texts: list[str], truncated: bool
+) -> None:
     tokenizer, options = tokenizer_of(template), NOT_THINKING if template == QWEN3 else PLAIN_TEMPLATE
     messages = [says(("user", "assistant")[i % 2], text) for i, text in enumerate(texts[: len(texts) // 2 * 2])]
     conversation = talk(*messages, truncated=truncated)

@@ -13,7 +13,9 @@ from drafters.eagle3_ssd.calibration import Calibration, fit, reliability
 def drawn(law: Calibration, count: int) -> tuple[list[float], list[bool]]:
     generator = np.random.default_rng(1)
     confidences = generator.uniform(0.02, 0.98, count)
-    return confidences.tolist(), [bool(u < law.probability(c)) for u, c in zip(generator.uniform(size=count), confidences, strict=True)]
+    return confidences.tolist(), [
+        bool(u < law.probability(c)) for u, c in zip(generator.uniform(size=count), confidences, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("law", [Calibration(1.0, 0.0), Calibration(0.6, -0.4), Calibration(1.7, 0.8)])

@@ -13,17 +13,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafters import convert
+from drafters.base.errors import run_command
 from drafters.eagle3_ssd.checkpoint import load_drafter, read_files
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.eagle3_ssd.vocab import VocabMap
-from drafters.errors import run_command
 from drafters.probe import Agreement, Written, correct_by_depth, greedy_answers, judge, probe, read_chats
-from drafters.targets import Target, load_target
+from drafters.targets.target import Target, load_target
 from tests.cpu.train.small import HIDDEN, VOCAB, small_config
 from tests.tiny import save_tiny_drafter, save_tiny_target, tiny_model, tiny_tokenizer
 from tests.trained import random_prompts
 
-CHATS = [[{"role": "user", "content": text}] for text in ("Why is the sky blue?", "Count to five.", "abc", "Tell me a story about a cat.")]
+CHATS = [
+    [{"role": "user", "content": text}]
+    for text in ("Why is the sky blue?", "Count to five.", "abc", "Tell me a story about a cat.")
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +39,21 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Target]:
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
-    """A target whose next token is a fixed permutation of the last one, and a drafter that reads the token after the next off
-    `hidden_states[4]`: attention is off on both sides, so that a token's states are the same everywhere."""
+    """A target whose next token is a fixed permutation of the last one, and a drafter that reads the token after the
+    next off `hidden_states[4]`: attention is off on both sides, so that a token's states are the same everywhere.
+    """
     folder = tmp_path_factory.mktemp("exact")
     model: Any = tiny_model()
     vocab_size = model.config.vocab_size
-    after = torch.cat((torch.arange(3), 3 + torch.randperm(vocab_size - 3, generator=torch.Generator().manual_seed(0))))
+    after = torch.cat(
+        (torch.arange(3), 3 + torch.randperm(vocab_size - 3, generator=torch.Generator().manual_seed(0)))
+    )
     with torch.no_grad():
         for depth, layer in enumerate(model.model.layers):
             layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.mul_(10.0**depth)  # what a layer adds drowns its input: neighbouring states have little in common
+            layer.mlp.down_proj.weight.mul_(
+                10.0**depth
+            )  # what a layer adds drowns its input: neighbouring states have little in common
         states = model(torch.arange(vocab_size)[:, None], output_hidden_states=True).hidden_states
         model.lm_head.weight[after] = F.normalize(states[-1][:, 0], dim=-1)
         model.lm_head.weight[:3] = 0.0
@@ -77,8 +85,24 @@ def same(first: Path, second: Path) -> None:
 def test_out_and_in_again_is_the_same_drafter(tmp_path: Path, pair: tuple[Path, Path, Target], kind: str) -> None:
     target, drafter, loaded = pair
     assert run("export", drafter, "--to", kind, "--out", tmp_path / "out", "--target", target) == 0
-    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["embed_tokens.weight"], loaded.embed_weight.bfloat16())
-    assert run("import", tmp_path / "out", "--out", tmp_path / "in", "--target", target, "--dtype", "float32", "--num-prompts", 0) == 0
+    assert torch.equal(
+        load_file(tmp_path / "out" / "model.safetensors")["embed_tokens.weight"], loaded.embed_weight.bfloat16()
+    )
+    assert (
+        run(
+            "import",
+            tmp_path / "out",
+            "--out",
+            tmp_path / "in",
+            "--target",
+            target,
+            "--dtype",
+            "float32",
+            "--num-prompts",
+            0,
+        )
+        == 0
+    )
     drafted = read_files(tmp_path / "in").tensors.get("embed_tokens.weight")
     assert drafted is not None  # kept: rounded to bf16 they are not the fp32 target's any more
     assert run("import", tmp_path / "out", "--out", tmp_path / "in2", "--target", target, "--num-prompts", 0) == 0
@@ -90,7 +114,10 @@ def test_ssd_and_eagle_hold_a_drafter_with_default_taps(tmp_path: Path) -> None:
     target = load_target(str(target_path), "bfloat16")
     drafter = save_tiny_drafter(tmp_path / "tiny-eagle3", target)
     config = json.loads((drafter / "config.json").read_text())
-    config |= {"eagle_aux_hidden_state_layer_ids": [2, 4, 5], "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}
+    config |= {
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+    }
     (drafter / "config.json").write_text(json.dumps(config))
     for kind in ("ssd", "eagle"):
         out = tmp_path / f"{kind}-eagle3"
@@ -100,13 +127,18 @@ def test_ssd_and_eagle_hold_a_drafter_with_default_taps(tmp_path: Path) -> None:
         same(tmp_path / f"{kind}-back", drafter)
 
 
-def test_mistakes_are_one_line(tmp_path: Path, pair: tuple[Path, Path, Target], capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(
+    tmp_path: Path, pair: tuple[Path, Path, Target], capsys: pytest.CaptureFixture[str]
+) -> None:
     target, drafter, _ = pair
     out, bad = tmp_path / "out", tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "fine"}\n{"question": "?"}\n')
     for argv, message in (
         (("export", drafter, "--to", "vllm", "--out", tmp_path), f"--out {tmp_path} exists"),
-        (("export", drafter, "--to", "vllm", "--out", out), "leaves the embeddings to its target, vllm files hold them: add --target"),
+        (
+            ("export", drafter, "--to", "vllm", "--out", out),
+            "leaves the embeddings to its target, vllm files hold them: add --target",
+        ),
         (("export", drafter, "--to", "ssd", "--out", out, "--target", target), "by 'eagle' in the directory's name"),
         (("export", drafter, "--to", "gguf", "--out", out), "invalid choice: 'gguf'"),
         (("export", tmp_path / "none", "--to", "vllm", "--out", out), "no such file"),
@@ -115,7 +147,10 @@ def test_mistakes_are_one_line(tmp_path: Path, pair: tuple[Path, Path, Target], 
         (("import", drafter, "--out", out, "--target", tmp_path / "none"), "is neither a directory"),
         (("import", drafter, "--out", out, "--taps", 1, 2), "expected 3 arguments"),
         (("import", drafter, "--out", out, "--target", target, "--prompts", tmp_path / "none"), "no such file"),
-        (("import", drafter, "--out", out, "--target", target, "--prompts", bad), f"{bad}:2 is no JSON object with 'messages' or 'prompt'"),
+        (
+            ("import", drafter, "--out", out, "--target", target, "--prompts", bad),
+            f"{bad}:2 is no JSON object with 'messages' or 'prompt'",
+        ),
         (("lend",), "invalid choice: 'lend'"),
     ):
         assert run(*argv) == 2, argv
@@ -170,7 +205,11 @@ def test_the_probe_tells_a_wrong_tap_convention(
     options = ("--target", target.facts.name, "--dtype", "float32", "--prompts", prompts, "--new-tokens", 40)
     assert run("import", head, "--out", tmp_path / "in", *options) == 0
     said = capsys.readouterr()
-    agreed = {line.split("  ")[1]: float(line.split()[-2]) for line in said.out.splitlines() if "declared" in line or "one layer" in line}
+    agreed = {
+        line.split("  ")[1]: float(line.split()[-2])
+        for line in said.out.splitlines()
+        if "declared" in line or "one layer" in line
+    }
     assert agreed.pop("2, 3, 4") > 0.96, "all but the first token of each answer, which follows from the prompt"
     assert agreed and all(share < 0.3 for share in agreed.values()), said.out
     assert f"probe: {len(CHATS)} prompts, {40 * len(CHATS)} tokens" in said.out
@@ -184,7 +223,9 @@ def test_the_probe_tells_a_wrong_tap_convention(
 
 
 def test_agreement_is_what_a_plain_drafting_loop_counts() -> None:
-    """One anchor at a time, each with its own keys, against all in parallel; two layers, three draft tokens, so that a third is right."""
+    """One anchor at a time, each with its own keys, against all in parallel; two layers, three draft tokens, so that a
+    third is right.
+    """
     torch.manual_seed(0)
     vocab = VocabMap(torch.tensor([3, 7, 31]), VOCAB)
     model = Eagle3Drafter(small_config(2).model_copy(update={"draft_vocab_size": 3}))
@@ -227,7 +268,10 @@ def test_greedy_answers_are_transformers_own(pair: tuple[Path, Path, Target]) ->
 
     path, _, target = pair
     plain: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    prompts = [prompt[:length] for prompt, length in zip(random_prompts(3, 9, target.facts.vocab_size, seed=3), (9, 4, 6), strict=True)]
+    prompts = [
+        prompt[:length]
+        for prompt, length in zip(random_prompts(3, 9, target.facts.vocab_size, seed=3), (9, 4, 6), strict=True)
+    ]
     for prompt, written in zip(prompts, greedy_answers(target, prompts, 10), strict=True):
         want = plain.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)[0].tolist()
         assert written == Written(want, len(prompt))

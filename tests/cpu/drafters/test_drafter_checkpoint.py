@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drafters.base.errors import UserError
 from drafters.eagle3_ssd import checkpoint
 from drafters.eagle3_ssd.card import CARD_FILE, DrafterCard, Measured, OutcomeLaw
 from drafters.eagle3_ssd.checkpoint import load_drafter, save_drafter
 from drafters.eagle3_ssd.config import DrafterConfig
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.eagle3_ssd.vocab import VocabMap
-from drafters.errors import UserError
 
 CONFIG = DrafterConfig(
     hidden_size=16,
@@ -113,11 +113,15 @@ def test_the_file_has_the_keys_and_shapes_of_eagle3(saved: Path) -> None:
 
 
 def test_embeddings_of_its_own_stay_with_a_drafter(saved: Path, tmp_path: Path) -> None:
-    """A drafter may come with embeddings that are not the target's; fine-tuning it must not swap them for the target's."""
+    """A drafter may come with embeddings that are not the target's; fine-tuning it must not swap them for the
+    target's.
+    """
     assert not load_drafter(saved, embed_tokens=EMBEDDINGS).model.own_embeddings
     rewrite(saved, embed_tokens__weight=torch.full((40, 16), 0.5))
     loaded = load_drafter(saved, facts(), EMBEDDINGS)
-    again = load_drafter(save_drafter(tmp_path / "again-eagle3", loaded.model, loaded.vocab, loaded.card), facts(), EMBEDDINGS)
+    again = load_drafter(
+        save_drafter(tmp_path / "again-eagle3", loaded.model, loaded.vocab, loaded.card), facts(), EMBEDDINGS
+    )
     assert torch.equal(again.model.embed_tokens.weight, torch.full((40, 16), 0.5))
 
 
@@ -146,7 +150,11 @@ def test_every_tensor_is_checked_by_name(saved: Path, changes: dict[str, Any], m
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"tokenizer_hash": "x"}, "tokenizer"), ({"vocab_size": 41}, "vocabulary size 40"), ({"hidden_size": 13}, "hidden size 12")],
+    [
+        ({"tokenizer_hash": "x"}, "tokenizer"),
+        ({"vocab_size": 41}, "vocabulary size 40"),
+        ({"hidden_size": 13}, "hidden size 12"),
+    ],
 )
 def test_another_target_is_refused(saved: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):

@@ -11,10 +11,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from drafters.base.errors import UserError
 from drafters.eagle3_ssd.config import DrafterConfig, default_taps, from_config_json, to_config_json
 from drafters.eagle3_ssd.model import inverse_frequencies, rotary
 from drafters.eagle3_ssd.rope import RopeScaling
-from drafters.errors import UserError
 
 CONFIG = DrafterConfig(
     hidden_size=576,
@@ -40,7 +40,8 @@ SCALINGS: list[dict[str, Any] | None] = [
     {"rope_type": "llama3", **LLAMA_3_1},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
     {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096, "attention_factor": 1.25},
-    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "beta_fast": 16.0, "truncate": False} | MSCALES,
+    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "beta_fast": 16.0, "truncate": False}
+    | MSCALES,
 ]
 POSITIONS = torch.tensor([[0, 1, 17, 700, 9000]])
 
@@ -67,7 +68,9 @@ def test_taps_in_both_conventions() -> None:
 
 @pytest.mark.parametrize("style", ["old", "new", "both"])
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling and scaling["rope_type"])
-def test_frequencies_rebuilt_from_the_file_equal_the_trained_ones(scaling: dict[str, Any] | None, style: str, tmp_path: Path) -> None:
+def test_frequencies_rebuilt_from_the_file_equal_the_trained_ones(
+    scaling: dict[str, Any] | None, style: str, tmp_path: Path
+) -> None:
     trained = CONFIG.model_copy(update={"rope_scaling": scaling and RopeScaling(**scaling)})
     left_out = {"old": ["rope_parameters"], "new": ["rope_theta", "rope_scaling"], "both": []}[style]
     content = {name: value for name, value in to_config_json(trained).items() if name not in left_out}
@@ -91,14 +94,20 @@ def test_frequencies_rebuilt_from_the_file_equal_the_trained_ones(scaling: dict[
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 100000.0}}, "'longrope' is not supported"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "'dynamic' is not supported"),
         ({"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "rope_scaling: factor: Field required"),
-        ({"rope_scaling": {"type": "llama3", "factor": 8.0}, "rope_parameters": None}, "'llama3' needs low_freq_factor"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8.0}, "rope_parameters": None},
+            "'llama3' needs low_freq_factor",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling and rope_parameters disagree"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mrope_section": [1]}}, "mrope_section: Extra inputs"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"draft_vocab_size": 50000}, "larger than vocab_size"),
         ({"num_key_value_heads": 2}, "multiple of"),
-        ({"eagle_aux_hidden_state_layer_ids": None, "eagle_config": None}, "eagle_aux_hidden_state_layer_ids is missing"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": None},
+            "eagle_aux_hidden_state_layer_ids is missing",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

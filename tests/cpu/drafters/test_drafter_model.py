@@ -1,4 +1,6 @@
-"""The drafter's arithmetic against transformers' Llama and against the formula written out; the slot alignment; the vocabulary map."""
+"""The drafter's arithmetic against transformers' Llama and against the formula written out; the slot alignment; the
+vocabulary map.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from drafters.base.errors import UserError
 from drafters.eagle3_ssd.align import Slot, num_slots, slot
 from drafters.eagle3_ssd.config import DrafterConfig
 from drafters.eagle3_ssd.model import Eagle3Drafter, RMSNorm, rotary, rotate
 from drafters.eagle3_ssd.vocab import VocabMap, cached_vocabulary
-from drafters.errors import UserError
 
 CONFIG = DrafterConfig(
     hidden_size=32,
@@ -78,7 +80,10 @@ def test_first_layer_is_the_formula() -> None:
         return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
     x = torch.cat((norm(e, mid.input_layernorm.weight), norm(r, mid.hidden_norm.weight)), dim=-1)
-    q, k, v = (F.linear(x, p.weight).unflatten(-1, (-1, 8)) for p in (mid.self_attn.q_proj, mid.self_attn.k_proj, mid.self_attn.v_proj))
+    q, k, v = (
+        F.linear(x, p.weight).unflatten(-1, (-1, 8))
+        for p in (mid.self_attn.q_proj, mid.self_attn.k_proj, mid.self_attn.v_proj)
+    )
     table = rotary(POSITIONS, CONFIG.rope)
     want = r + F.linear(causal(0, rotate(q, table), rotate(k, table), v).flatten(2), mid.self_attn.o_proj.weight)
     y = norm(want, mid.post_attention_layernorm.weight)
@@ -86,7 +91,9 @@ def test_first_layer_is_the_formula() -> None:
     want = want + F.linear(gated, mid.mlp.down_proj.weight)
     got = drafter(e, r, POSITIONS, causal)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(drafter.logits(got), F.linear(norm(want, drafter.norm.weight), drafter.lm_head.weight), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        drafter.logits(got), F.linear(norm(want, drafter.norm.weight), drafter.lm_head.weight), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_norm_works_in_fp32_inside() -> None:
@@ -118,7 +125,9 @@ def test_vocabulary_round_trips(chosen: set[int], vocab_size: int) -> None:
     assert torch.equal(again.draft_to_target, ids)
     assert [i for i, inside in enumerate(vocab.t2d().tolist()) if inside] == sorted(chosen)
     assert torch.equal(vocab.to_draft(vocab.to_target(torch.arange(len(vocab)))), torch.arange(len(vocab)))
-    assert [bool(vocab.contains(torch.tensor(i))) for i in range(vocab_size)] == [i in chosen for i in range(vocab_size)]
+    assert [bool(vocab.contains(torch.tensor(i))) for i in range(vocab_size)] == [
+        i in chosen for i in range(vocab_size)
+    ]
 
 
 def test_vocabulary_by_frequency_breaks_ties_by_id() -> None:
@@ -127,7 +136,9 @@ def test_vocabulary_by_frequency_breaks_ties_by_id() -> None:
     assert vocab.d2t().tolist() == [0, 0, 1]
 
 
-def test_a_cached_vocabulary_belongs_to_its_tokenizer_data_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_vocabulary_belongs_to_its_tokenizer_data_and_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counts = torch.tensor([1, 5, 0, 5, 1, 1])
     first = cached_vocabulary(counts, 3, "tokenizer", tmp_path)
     assert first.draft_to_target.tolist() == [0, 1, 3] and first.coverage(counts) == 11 / 13
@@ -136,7 +147,11 @@ def test_a_cached_vocabulary_belongs_to_its_tokenizer_data_and_size(tmp_path: Pa
         patch.setattr(VocabMap, "by_frequency", None)  # read, not chosen again
         assert cached_vocabulary(counts, 3, "tokenizer", tmp_path).draft_to_target.tolist() == [0, 1, 3]
     others = [(counts, 2, "tokenizer"), (counts, 3, "another"), (torch.tensor([1, 5, 0, 5, 2, 1]), 3, "tokenizer")]
-    assert [cached_vocabulary(*other, tmp_path).draft_to_target.tolist() for other in others] == [[1, 3], [0, 1, 3], [1, 3, 4]]
+    assert [cached_vocabulary(*other, tmp_path).draft_to_target.tolist() for other in others] == [
+        [1, 3],
+        [0, 1, 3],
+        [1, 3, 4],
+    ]
     assert len(list(tmp_path.iterdir())) == 4
     offsets = load_file(file)["d2t"]
     assert offsets.tolist() == [0, 0, 1]  # offsets, as everywhere on disk

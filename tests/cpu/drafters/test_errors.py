@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drafters.errors import EXIT_USER_ERROR, CommandParser, UserError, run_command, unknown_name
+from drafters.base.errors import EXIT_USER_ERROR, CommandParser, UserError, run_command, unknown_name
 
 
 def test_unknown_name_suggests_the_nearest() -> None:
@@ -67,7 +67,15 @@ def test_a_mistyped_option_is_one_line_like_other_mistakes(capsys: pytest.Captur
         return parser.parse_args(argv).size
 
     assert run_command(main, ["--size", "3"]) == 3
-    for argv, cause in ((["--size", "big"], "invalid int value: 'big'"), (["--siz", "3"], "unrecognized arguments: --siz 3")):
+    for argv, cause in (
+        (["--size", "big"], "invalid int value: 'big'"),
+        (["--siz", "3"], "unrecognized arguments: --siz 3"),
+    ):
         assert run_command(main, argv) == EXIT_USER_ERROR
         line = capsys.readouterr().err
-        assert line.startswith("error: ") and cause in line and "python -m some.command --help" in line and line.count("\n") == 1
+        assert (
+            line.startswith("error: ")
+            and cause in line
+            and "python -m some.command --help" in line
+            and line.count("\n") == 1
+        )

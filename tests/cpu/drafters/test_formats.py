@@ -1,6 +1,8 @@
-"""Other projects' layouts: written by the exporter, read by a plain reader of each engine's rules, same logits; variants refused by name.
+"""Other projects' layouts: written by the exporter, read by a plain reader of each engine's rules, same logits;
+variants refused by name.
 
-The readers below know nothing of this project. Each takes tensor names, tap convention, theta, scaling and embeddings as its engine does.
+The readers below know nothing of this project. Each takes tensor names, tap convention, theta, scaling and embeddings
+as its engine does.
 """
 
 from __future__ import annotations
@@ -18,19 +20,29 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from drafters.base.errors import UserError
 from drafters.eagle3_ssd.card import DrafterCard
 from drafters.eagle3_ssd.checkpoint import load_drafter, read_files, save_drafter, vocab_tensors, write_files
 from drafters.eagle3_ssd.config import DrafterConfig, to_config_json
-from drafters.eagle3_ssd.formats import FIRST_LAYER, READERS, Format, TargetNumbers, emit_config, refuse_unrepresentable, rename_first_layer
+from drafters.eagle3_ssd.formats import (
+    FIRST_LAYER,
+    READERS,
+    Format,
+    TargetNumbers,
+    emit_config,
+    refuse_unrepresentable,
+    rename_first_layer,
+)
 from drafters.eagle3_ssd.formats_import import read_foreign
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.eagle3_ssd.rope import RopeScaling
 from drafters.eagle3_ssd.vocab import VocabMap
-from drafters.errors import UserError
 
 V, VD, HT, L, THETA = 40, 24, 12, 8, 5000.0
 TARGET = TargetNumbers("some/target", ("LlamaForCausalLM",), L, THETA)
-LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+LLAMA3 = RopeScaling(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+)
 CONFIG = DrafterConfig(
     hidden_size=16,
     intermediate_size=24,
@@ -88,7 +100,9 @@ def default_inputs() -> list[int]:
 
 
 def as_eagle(place: Path) -> Layout:
-    """midlayer.*; one unscaled layer; always the default layers' inputs; with target_hidden_size stated, embeddings come from the file."""
+    """midlayer.*; one unscaled layer; always the default layers' inputs; with target_hidden_size stated, embeddings
+    come from the file.
+    """
     sizes = json.loads((place / "config.json").read_text())
     assert sizes.get("rope_scaling") is None and sizes["num_hidden_layers"] == 1 and "target_hidden_size" in sizes
     return Layout(first_layer(place, "midlayer."), sizes, default_inputs())
@@ -97,7 +111,9 @@ def as_eagle(place: Path) -> Layout:
 def as_sglang(place: Path) -> Layout:
     """midlayer.*; taps are the OUTPUTS of eagle_config's layers, and nowhere else."""
     sizes = json.loads((place / "config.json").read_text())
-    assert sizes["architectures"] == ["LlamaForCausalLMEagle3"] and sizes["eagle_config"]["use_aux_hidden_state"] is True
+    assert (
+        sizes["architectures"] == ["LlamaForCausalLMEagle3"] and sizes["eagle_config"]["use_aux_hidden_state"] is True
+    )
     outputs = sizes["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     return Layout(first_layer(place, "midlayer."), sizes, [layer + 1 for layer in outputs])
 
@@ -105,7 +121,10 @@ def as_sglang(place: Path) -> Layout:
 def as_vllm(place: Path) -> Layout:
     """midlayer.* or layers.N.*; taps are the INPUTS of the top level's layers."""
     sizes = json.loads((place / "config.json").read_text())
-    assert sizes["architectures"][0] in ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM") and not sizes["norm_before_residual"]
+    assert (
+        sizes["architectures"][0] in ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+        and not sizes["norm_before_residual"]
+    )
     return Layout(first_layer(place, "layers.0."), sizes, sizes["eagle_aux_hidden_state_layer_ids"])
 
 
@@ -121,7 +140,9 @@ def as_speculators(place: Path) -> Layout:
 
 
 def as_ssd(place: Path) -> Layout:
-    """The directory's name holds "eagle"; midlayer.*; one layer; theta is the target's, scaling is dropped, default layers' inputs."""
+    """The directory's name holds "eagle"; midlayer.*; one layer; theta is the target's, scaling is dropped, default
+    layers' inputs.
+    """
     assert "eagle" in place.name
     sizes = json.loads((place / "config.json").read_text())
     assert sizes["num_hidden_layers"] == 1
@@ -141,21 +162,35 @@ ENGINES: dict[Format, Callable[[Path], Layout]] = {
 def first_layer(place: Path, prefix: str) -> dict[str, Tensor]:
     tensors = load_file(place / "model.safetensors")
     assert any(name.startswith(prefix) for name in tensors), f"no {prefix}* among {sorted(tensors)}"
-    return {("first." + name.removeprefix(prefix) if name.startswith(prefix) else name): tensor for name, tensor in tensors.items()}
+    return {
+        ("first." + name.removeprefix(prefix) if name.startswith(prefix) else name): tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def plain_logits(layout: Layout, states: list[Tensor], tokens: Tensor) -> Tensor:
-    """EAGLE-3's forward written out, over the whole vocabulary; two steps, the second fed with the first one's pre-norm output."""
+    """EAGLE-3's forward written out, over the whole vocabulary; two steps, the second fed with the first one's
+    pre-norm output.
+    """
     sizes, w = layout.sizes, {name: t.float() if t.is_floating_point() else t for name, t in layout.tensors.items()}
-    known = LlamaConfig(**{name: value for name, value in sizes.items() if name not in ("architectures", "torch_dtype")})
+    known = LlamaConfig(
+        **{name: value for name, value in sizes.items() if name not in ("architectures", "torch_dtype")}
+    )
     turn = LlamaRotaryEmbedding(known)
-    heads, groups, dim, eps = sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["head_dim"], sizes["rms_norm_eps"]
+    heads, groups, dim, eps = (
+        sizes["num_attention_heads"],
+        sizes["num_key_value_heads"],
+        sizes["head_dim"],
+        sizes["rms_norm_eps"],
+    )
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * w[name]
 
     def attention(x: Tensor, layer: str, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (F.linear(x, w[f"{layer}self_attn.{p}_proj.weight"]).unflatten(-1, (-1, dim)).transpose(0, 1) for p in "qkv")
+        q, k, v = (
+            F.linear(x, w[f"{layer}self_attn.{p}_proj.weight"]).unflatten(-1, (-1, dim)).transpose(0, 1) for p in "qkv"
+        )
         q, k = (y * cos + torch.cat((-y[..., dim // 2 :], y[..., : dim // 2]), -1) * sin for y in (q, k))
         k, v = (y.repeat_interleave(heads // groups, 0) for y in (k, v))
         scores = (q @ k.mT / dim**0.5).masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf)
@@ -204,7 +239,9 @@ CASES += [(kind, {"num_hidden_layers": 3}) for kind in (Format.VLLM, Format.SPEC
 CASES += [(kind, {"tap_hidden_states_ids": (1, 3, 7)}) for kind in (Format.SGLANG, Format.VLLM, Format.SPECULATORS)]
 
 
-@pytest.mark.parametrize(("kind", "changes"), CASES, ids=lambda part: "-".join(part) if isinstance(part, dict) else part)
+@pytest.mark.parametrize(
+    ("kind", "changes"), CASES, ids=lambda part: "-".join(part) if isinstance(part, dict) else part
+)
 def test_the_engine_reads_the_same_drafter(tmp_path: Path, kind: Format, changes: dict[str, Any]) -> None:
     ours = drafter_directory(tmp_path, **changes)
     theirs = export(kind, ours, tmp_path / "theirs-eagle3")
@@ -217,7 +254,9 @@ def test_the_engine_reads_the_same_drafter(tmp_path: Path, kind: Format, changes
     assert not torch.allclose(plain_logits(ENGINES[kind](theirs), shifted, tokens), want, atol=0.1)
 
 
-@pytest.mark.parametrize(("kind", "changes"), CASES, ids=lambda part: "-".join(part) if isinstance(part, dict) else part)
+@pytest.mark.parametrize(
+    ("kind", "changes"), CASES, ids=lambda part: "-".join(part) if isinstance(part, dict) else part
+)
 def test_what_was_exported_comes_back_bit_for_bit(tmp_path: Path, kind: Format, changes: dict[str, Any]) -> None:
     ours = read_files(drafter_directory(tmp_path, **changes))
     back = read_foreign(export(kind, tmp_path / "ours-eagle3", tmp_path / "theirs-eagle3"), target_layers=L)
@@ -230,14 +269,26 @@ def test_what_was_exported_comes_back_bit_for_bit(tmp_path: Path, kind: Format, 
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        (Format.EAGLE, {"num_hidden_layers": 2}, "num_hidden_layers = 2: EAGLE knows one layer; --to vllm, --to speculators"),
+        (
+            Format.EAGLE,
+            {"num_hidden_layers": 2},
+            "num_hidden_layers = 2: EAGLE knows one layer; --to vllm, --to speculators",
+        ),
         (Format.SGLANG, {"num_hidden_layers": 2}, "num_hidden_layers = 2"),
         (Format.SSD, {"num_hidden_layers": 2}, "num_hidden_layers = 2"),
         (Format.EAGLE, {"rope_scaling": LLAMA3}, "rope_scaling = llama3: EAGLE has no such scaling"),
         (Format.SSD, {"rope_scaling": LLAMA3}, "rope_scaling = llama3"),
-        (Format.EAGLE, {"tap_hidden_states_ids": (1, 4, 5)}, r"tap_hidden_states_ids = \[1, 4, 5\]: EAGLE taps \[2, 4, 5\]"),
+        (
+            Format.EAGLE,
+            {"tap_hidden_states_ids": (1, 4, 5)},
+            r"tap_hidden_states_ids = \[1, 4, 5\]: EAGLE taps \[2, 4, 5\]",
+        ),
         (Format.SSD, {"tap_hidden_states_ids": (2, 4, 6)}, r"the SSD reference engine taps \[2, 4, 5\]"),
-        (Format.SSD, {"rope_theta": 10000.0}, "rope_theta = 10000: the SSD reference engine would use the target's, 5000"),
+        (
+            Format.SSD,
+            {"rope_theta": 10000.0},
+            "rope_theta = 10000: the SSD reference engine would use the target's, 5000",
+        ),
     ],
 )
 def test_what_a_format_cannot_hold_is_refused_by_name(kind: Format, changes: dict[str, Any], message: str) -> None:
@@ -251,7 +302,11 @@ def test_the_ssd_engine_is_compared_with_a_target() -> None:
 
 
 def head(
-    folder: Path, name: str = "model.safetensors", config: dict[str, Any] | None = None, head_dim: int = 8, **tensors: Tensor | None
+    folder: Path,
+    name: str = "model.safetensors",
+    config: dict[str, Any] | None = None,
+    head_dim: int = 8,
+    **tensors: Tensor | None,
 ) -> Path:
     """A public one-layer head, with changes: None takes a key away, dots of tensor names are written as __."""
     files = read_files(drafter_directory(folder, head_dim=head_dim))
@@ -269,7 +324,9 @@ def head(
 def test_eagles_bare_config_is_completed_and_the_assumptions_are_said(tmp_path: Path) -> None:
     """EAGLE's heads state neither taps, theta, head size nor the target's hidden size; the files are pickled."""
     unstated = ("head_dim", "rope_theta", "rope_parameters", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
-    place = head(tmp_path, "pytorch_model.bin", {**dict.fromkeys(unstated), "architectures": ["LlamaForCausalLM"]}, head_dim=4)
+    place = head(
+        tmp_path, "pytorch_model.bin", {**dict.fromkeys(unstated), "architectures": ["LlamaForCausalLM"]}, head_dim=4
+    )
     found = read_foreign(place, target_layers=L)
     assert found.kind is Format.EAGLE
     assert found.config == CONFIG.model_copy(update={"rope_theta": 10000.0, "head_dim": 4})
@@ -295,7 +352,9 @@ def test_names_with_a_model_prefix_and_a_missing_t2d_are_read(tmp_path: Path) ->
 
 def test_the_targets_own_parts_are_left_out_and_said(tmp_path: Path) -> None:
     found = read_foreign(head(tmp_path, verifier_norm__weight=torch.ones(12)))
-    assert "verifier_norm.weight" not in found.tensors and found.notes == ["verifier_norm.weight is the target's own and was left out"]
+    assert "verifier_norm.weight" not in found.tensors and found.notes == [
+        "verifier_norm.weight is the target's own and was left out"
+    ]
 
 
 FREQUENCIES = 1.0 / THETA ** (torch.arange(0, 8, 2) / 8)
@@ -321,10 +380,16 @@ def test_stored_frequencies_have_to_be_the_configs(tmp_path: Path) -> None:
         ({"tie_word_embeddings": True}, "tie_word_embeddings = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"architectures": ["MedusaModel"]}, r"architectures = \['MedusaModel'\]"),
-        ({"rope_parameters": None, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope' is not supported"),
+        (
+            {"rope_parameters": None, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+            "'longrope' is not supported",
+        ),
         ({"hidden_size": None}, "hidden_size = None"),
         ({"speculators_model_type": "dflash"}, "speculators_model_type = 'dflash'"),
-        ({"speculators_model_type": "eagle3", "norm_before_residual": None}, "norm_before_residual is missing, and its readers disagree"),
+        (
+            {"speculators_model_type": "eagle3", "norm_before_residual": None},
+            "norm_before_residual is missing, and its readers disagree",
+        ),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "tap_hidden_states_ids"),
         ({"draft_vocab_size": 23}, r"'d2t' has shape \(24,\), config.json says \(23,\)"),
     ],
@@ -339,10 +404,16 @@ def test_variants_are_refused_by_their_config_key(tmp_path: Path, changes: dict[
     [
         ({"fc_norm__0__weight": torch.ones(12)}, r"norms of the taps \(fc_norm"),
         ({"input_norm__weight": torch.ones(36)}, "'input_norm.weight' is not supported"),
-        ({"midlayer__self_attn__q_norm__weight": torch.ones(8)}, "'midlayer.self_attn.q_norm.weight' is not supported"),
+        (
+            {"midlayer__self_attn__q_norm__weight": torch.ones(8)},
+            "'midlayer.self_attn.q_norm.weight' is not supported",
+        ),
         ({"fc__bias": torch.ones(16)}, r"'fc.bias' is not supported \(biases\)"),
         ({"mask_hidden": torch.ones(16)}, "'mask_hidden' is not supported"),
-        ({"additional_layers__0__mlp__up_proj__weight": torch.ones(2, 2)}, "'additional_layers.0.mlp.up_proj.weight' is unknown"),
+        (
+            {"additional_layers__0__mlp__up_proj__weight": torch.ones(2, 2)},
+            "'additional_layers.0.mlp.up_proj.weight' is unknown",
+        ),
         ({"midlayer__hidden_norm__weight": None}, "'midlayer.hidden_norm.weight' is missing"),
         ({"lm_head__weight": None}, "'lm_head.weight' is missing"),
         ({"fc__weight": torch.ones(16, 24)}, r"'fc.weight' has shape \(16, 24\)"),

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafters.base.errors import UserError
 from drafters.eagle3_ssd.card import DrafterCard, Measured, OutcomeLaw
 from drafters.eagle3_ssd.outcomes import (
     OutcomeStatistics,
@@ -29,7 +30,6 @@ from drafters.eagle3_ssd.outcomes import (
     statistics_of,
     uniform,
 )
-from drafters.errors import UserError
 
 LAW = PowerLaw(inner=0.8, last=0.5, exponent=0.7)
 
@@ -95,7 +95,9 @@ def test_select_equals_a_plain_ranking(seed: int, lengths: list[int], data: st.D
     speculations = [torch.randint(30, (length,), generator=generator).tolist() for length in lengths]
     fan_outs = [data.draw(st.lists(st.integers(0, 6), min_size=n + 1, max_size=n + 1)) for n in lengths]
     start = 0
-    for branches, speculation, counts in zip(select_many(logits, speculations, fan_outs), speculations, fan_outs, strict=True):
+    for branches, speculation, counts in zip(
+        select_many(logits, speculations, fan_outs), speculations, fan_outs, strict=True
+    ):
         expected = []
         for k, count in enumerate(counts):
             ranking = sorted(range(30), key=lambda t, row=logits[start + k]: (-float(row[t]), t))
@@ -124,7 +126,9 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     last=st.floats(0.05, 1),
     r=st.floats(0, 3),
 )
-def test_every_policy_spends_the_budget(lookahead: int, budget: int, a: float, inner: float, last: float, r: float) -> None:
+def test_every_policy_spends_the_budget(
+    lookahead: int, budget: int, a: float, inner: float, last: float, r: float
+) -> None:
     law = PowerLaw(inner, last, r)
     table = law_table(lookahead, law, 8)
     for counts in (
@@ -150,19 +154,28 @@ def test_largest_remainder_by_hand() -> None:
     assert largest_remainder([0.0, 1.0], 3) == (0, 3)
 
 
-@given(weights=st.lists(st.floats(0, 100), min_size=1, max_size=9).filter(lambda w: sum(w) > 1e-3), total=st.integers(0, 200))
+@given(
+    weights=st.lists(st.floats(0, 100), min_size=1, max_size=9).filter(lambda w: sum(w) > 1e-3),
+    total=st.integers(0, 200),
+)
 def test_largest_remainder_stays_within_one_of_the_share(weights: list[float], total: int) -> None:
     counts = largest_remainder(weights, total)
     assert sum(counts) == total
-    assert all(abs(count - weight * total / sum(weights)) < 1 + 1e-9 for count, weight in zip(counts, weights, strict=True))
+    assert all(
+        abs(count - weight * total / sum(weights)) < 1 + 1e-9 for count, weight in zip(counts, weights, strict=True)
+    )
 
 
 def test_theorem_12() -> None:
-    """With equal A: F_k / F_0 = a^(k/(1+r)), F_K / F_0 = a^(K/(1+r)) (1-a)^(-1/(1+r)); a budget this large shows the ratios."""
+    """With equal A: F_k / F_0 = a^(k/(1+r)), F_K / F_0 = a^(K/(1+r)) (1-a)^(-1/(1+r)); a budget this large shows the
+    ratios.
+    """
     a, r, lookahead = 0.7, 0.5, 4
     counts = geometric(lookahead, 10**8, a, PowerLaw(1.0, 1.0, r))
     ratios = [count / counts[0] for count in counts]
-    expected = [a ** (k / (1 + r)) for k in range(lookahead)] + [a ** (lookahead / (1 + r)) * (1 - a) ** (-1 / (1 + r))]
+    expected = [a ** (k / (1 + r)) for k in range(lookahead)] + [
+        a ** (lookahead / (1 + r)) * (1 - a) ** (-1 / (1 + r))
+    ]
     assert ratios == pytest.approx(expected, rel=1e-5)
 
 
@@ -194,12 +207,17 @@ def test_measured_and_closed_form_agree_where_the_tables_follow_the_law(a: float
     reach, table = geometric_reach(4, a), law_table(4, law, 100)
     by_table, by_formula = measured(100, reach, table), geometric(4, 100, a, law)
     assert max(abs(x - y) for x, y in zip(by_table, by_formula, strict=True)) <= 1
-    assert expected_hit_rate(by_formula, reach, table) == pytest.approx(expected_hit_rate(by_table, reach, table), abs=2e-4)
+    assert expected_hit_rate(by_formula, reach, table) == pytest.approx(
+        expected_hit_rate(by_table, reach, table), abs=2e-4
+    )
 
 
 def test_geometric_beats_uniform_where_acceptance_is_uneven() -> None:
     reach, table = geometric_reach(5, 0.5), law_table(5, LAW, 30)
-    assert expected_hit_rate(geometric(5, 24, 0.5, LAW), reach, table) > expected_hit_rate(uniform(5, 24), reach, table) + 0.01
+    assert (
+        expected_hit_rate(geometric(5, 24, 0.5, LAW), reach, table)
+        > expected_hit_rate(uniform(5, 24), reach, table) + 0.01
+    )
 
 
 def test_recall_beyond_the_table_follows_the_exponent() -> None:
@@ -232,7 +250,9 @@ def test_resize() -> None:
 
 @pytest.mark.parametrize("lookahead", range(7))
 def test_geometric_takes_the_tables_where_there_are_any(lookahead: int) -> None:
-    assert fan_out("geometric", lookahead, 12, STATISTICS) == measured(12, *resize(STATISTICS, lookahead), LAW.exponent)
+    assert fan_out("geometric", lookahead, 12, STATISTICS) == measured(
+        12, *resize(STATISTICS, lookahead), LAW.exponent
+    )
     assert fan_out(Policy.GEOMETRIC, lookahead, 12, OutcomeStatistics(0.6, LAW)) == geometric(lookahead, 12, 0.6, LAW)
     assert fan_out("uniform", lookahead, 12) == uniform(lookahead, 12)
 
@@ -244,7 +264,10 @@ def test_geometric_without_figures_is_refused() -> None:
 
 
 def test_the_card_gives_the_figures_for_fresh_and_for_lagged_features() -> None:
-    fresh, lagged = Measured(reach=(0.2, 0.8), recall=((0.5,), (0.9,))), Measured(reach=(0.4, 0.6), recall=((0.4,), (0.8,)))
+    fresh, lagged = (
+        Measured(reach=(0.2, 0.8), recall=((0.5,), (0.9,))),
+        Measured(reach=(0.4, 0.6), recall=((0.4,), (0.8,))),
+    )
     card = DrafterCard(
         target="t",
         target_weight_hash="",
@@ -257,7 +280,9 @@ def test_the_card_gives_the_figures_for_fresh_and_for_lagged_features() -> None:
         measured_fresh=fresh,
         measured_lagged=lagged,
     )
-    assert statistics_of(card, after_hit=False) == OutcomeStatistics(0.7, PowerLaw(0.6, 0.3, 0.9), fresh.reach, fresh.recall)
+    assert statistics_of(card, after_hit=False) == OutcomeStatistics(
+        0.7, PowerLaw(0.6, 0.3, 0.9), fresh.reach, fresh.recall
+    )
     assert statistics_of(card, after_hit=True).reach == lagged.reach
     assert statistics_of(card.model_copy(update={"measured_lagged": None}), after_hit=True).reach == fresh.reach
     nothing = card.model_copy(update={"law": None, "measured_fresh": None, "measured_lagged": None})

@@ -14,10 +14,10 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from drafters.errors import UserError
-from drafters.targets import load_target, tap_features
-from infer.kernels.decoder_layer import FusedDecoderLayer, fits
-from infer.kernels.linear import PackedLinear, fuse, pack
+from drafters.base.errors import UserError
+from drafters.targets.target import load_target, tap_features
+from infer.kernels.decoder_layer.fused import FusedDecoderLayer, fits
+from infer.kernels.linear.packed import PackedLinear, fuse, pack
 from tests.gguf_file import MERGED, write_gguf
 from tests.tiny import save_tiny_target, tiny_model
 
@@ -33,7 +33,9 @@ def features(path: Path, dtype: str, cache: Path, fuse_layers: bool = True) -> t
 
 @pytest.mark.parametrize("kind", [GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_1])
 @torch.no_grad()
-def test_a_quantised_gguf_file_teaches_with_the_weights_it_stands_for(tmp_path: Path, kind: GGMLQuantizationType) -> None:
+def test_a_quantised_gguf_file_teaches_with_the_weights_it_stands_for(
+    tmp_path: Path, kind: GGMLQuantizationType
+) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", kind)
     model = tiny_model(vocab_size=MERGED + 1)
     for name, weight in model.named_parameters():
@@ -43,12 +45,16 @@ def test_a_quantised_gguf_file_teaches_with_the_weights_it_stands_for(tmp_path: 
             weight.copy_(rounded.bfloat16())
     model.save_pretrained(tmp_path / "plain")
     load_target(str(file), "float32", cache_dir=tmp_path).tokenizer.save_pretrained(tmp_path / "plain")
-    for found, wanted in zip(features(file, "float32", tmp_path), features(tmp_path / "plain", "float32", tmp_path), strict=True):
+    for found, wanted in zip(
+        features(file, "float32", tmp_path), features(tmp_path / "plain", "float32", tmp_path), strict=True
+    ):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def save_fp8(directory: Path) -> tuple[Path, Path]:
-    """The tiny target in fp8 with a scale per block, as Qwen3's and DeepSeek's checkpoints are; and the plain target it stands for."""
+    """The tiny target in fp8 with a scale per block, as Qwen3's and DeepSeek's checkpoints are; and the plain target
+    it stands for.
+    """
     plain, quantised = save_tiny_target(directory / "plain"), save_tiny_target(directory / "fp8")
     tensors, rounded = load_file(plain / "model.safetensors"), {}
     for name, weight in list(tensors.items()):
@@ -93,7 +99,9 @@ def test_a_bitsandbytes_checkpoint_teaches_as_its_weights_do(tmp_path: Path, fus
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
     plain, quantised = save_tiny_target(tmp_path / "plain"), save_tiny_target(tmp_path / "nf4")
-    wide = LlamaConfig(**{**tiny_model().config.to_dict(), "hidden_size": 128, "intermediate_size": 128, "head_dim": 32})
+    wide = LlamaConfig(
+        **{**tiny_model().config.to_dict(), "hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+    )
     wide.initializer_range = 128**-0.5
     torch.manual_seed(0)
     LlamaForCausalLM(wide).save_pretrained(plain)  # bitsandbytes' CPU kernels want rows of whole blocks

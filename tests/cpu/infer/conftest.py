@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drafters.targets import Target
+from drafters.targets.target import Target
 
 
 @pytest.fixture(scope="session")

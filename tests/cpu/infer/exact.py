@@ -1,8 +1,10 @@
-"""fp32, greedy, on the real target: AR, SD and SSD in ten settings write the same tokens: `python -m tests.cpu.infer.exact --prompts 72`.
+"""fp32, greedy, on the real target: AR, SD and SSD in ten settings write the same tokens: `python -m
+tests.cpu.infer.exact --prompts 72`.
 
-The settings are chosen so that any two values of two settings meet in one of them at least. "few blocks" is a KV pool that holds two or
-three requests: others wait, and some are sent away in the middle of their answers. "few branches" is one branch a round: nearly every
-look-up misses. Texts may part only where the target's two best logits are closer than 1e-4 (`margin`).
+The settings are chosen so that any two values of two settings meet in one of them at least. "few blocks" is a KV pool
+that holds two or three requests: others wait, and some are sent away in the middle of their answers. "few branches" is
+one branch a round: nearly every look-up misses. Texts may part only where the target's two best logits are closer than
+1e-4 (`margin`).
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data.chat.render import render_prompt
 from data.prompts import read_prompts
-from data.render import render_prompt
-from drafters.targets import Target, load_target
+from drafters.targets.target import Target, load_target
 from infer.config import EngineSettings, Mode
-from infer.figures import first_parting
+from infer.engine.request import SamplingParams
+from infer.evaluation.figures import first_parting
+from infer.evaluation.results import parting_margin
 from infer.launch import launch
-from infer.request import SamplingParams
-from infer.results import parting_margin
 
 ROOT = Path(__file__).parents[3]
 TARGET, DRAFTER = "builtin:smollm2-135m", ROOT / "drafters" / "pretrained" / "smollm2-135m-eagle3"
@@ -46,28 +48,49 @@ class Setting(NamedTuple):
         return {**self._asdict(), **PRESSURES[self.pressure]} | {"pressure": None}
 
 
-CHOSEN = ["00000", "01110", "02220", "10120", "11200", "12011", "20210", "21021", "22101", "00221"]  # indices of the values above
+CHOSEN = [
+    "00000",
+    "01110",
+    "02220",
+    "10120",
+    "11200",
+    "12011",
+    "20210",
+    "21021",
+    "22101",
+    "00221",
+]  # indices of the values above
 SETTINGS = [
-    Setting(FALLBACKS[a], REFRESHES[b], BATCHES[c], list(PRESSURES)[d], POLICIES[e]) for a, b, c, d, e in (map(int, row) for row in CHOSEN)
+    Setting(FALLBACKS[a], REFRESHES[b], BATCHES[c], list(PRESSURES)[d], POLICIES[e])
+    for a, b, c, d, e in (map(int, row) for row in CHOSEN)
 ]
 
 
 class Outcome(NamedTuple):
-    """What one engine wrote: how often a request was sent away, and where texts parted from those expected, with the margin there."""
+    """What one engine wrote: how often a request was sent away, and where texts parted from those expected, with the
+    margin there.
+    """
 
     answers: list[list[int]]
     preempted: int
     partings: dict[int, float | None]
 
 
-def prompts_of(target: Target, count: int, files: Sequence[str | Path] = PROMPTS, longest: int = 400) -> list[list[int]]:
+def prompts_of(
+    target: Target, count: int, files: Sequence[str | Path] = PROMPTS, longest: int = 400
+) -> list[list[int]]:
     """That many prompts of the files (those that ship with the project), an even mix."""
     rendered = [render_prompt(prompt.messages, target.tokenizer) for prompt in read_prompts(files)]
     return [ids for ids in rendered if len(ids) <= longest][:count]
 
 
 def write(
-    target: Target, prompts: Sequence[list[int]], new_tokens: int, mode: Mode, expected: Sequence[list[int]] = (), **changes: Any
+    target: Target,
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    mode: Mode,
+    expected: Sequence[list[int]] = (),
+    **changes: Any,
 ) -> Outcome:
     """Answer all prompts on one engine and compare."""
     changes = {"lookahead": 3, "budget": 16, "batch_size": 16, "max_model_len": 448, "kv_tokens": 16 * 448} | changes
@@ -114,7 +137,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=72)
     parser.add_argument("--files", nargs="+", default=PROMPTS, help="prompt files (default: those in data/prompts)")
-    parser.add_argument("--only", type=int, nargs="+", default=range(len(SETTINGS)), help="numbers of the settings, from 0 (default: all)")
+    parser.add_argument(
+        "--only",
+        type=int,
+        nargs="+",
+        default=range(len(SETTINGS)),
+        help="numbers of the settings, from 0 (default: all)",
+    )
     parser.add_argument("--new-tokens", type=int, default=48)
     options = parser.parse_args()
     target = load_target(TARGET, "float32")
@@ -128,7 +157,10 @@ def main() -> int:
         exact = exact and is_exact(outcome)
         parted = f"partings at near-ties {outcome.partings}" if outcome.partings else "equal"
         verdict = parted if is_exact(outcome) else f"WRONG: {outcome.partings}"
-        print(f"{name}: {len(prompts)} prompts {verdict}, {outcome.preempted} sent away, {time.monotonic() - started:.0f} s", flush=True)
+        print(
+            f"{name}: {len(prompts)} prompts {verdict}, {outcome.preempted} sent away, {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
     return 0 if exact else 1
 
 

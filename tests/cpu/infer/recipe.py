@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drafters.targets import Target, load_target
+from drafters.targets.target import Target, load_target
 from tests.tiny import save_tiny_drafter, save_tiny_target
 
 

@@ -1,8 +1,9 @@
 """Target and drafter as bookkeepers: keys are texts, so that every read says whether it found what has to be there.
 
-A key slot holds the text it stands for (all tokens up to its own), as a number. A forward checks that a row sees exactly the beginnings of
-its own text, each once, in slots that were written for them: whatever scheduler, blocks or caches mix up, leave out or publish early is
-found where it is read. The next token is a fixed function of the text, which the drafter knows with errors.
+A key slot holds the text it stands for (all tokens up to its own), as a number. A forward checks that a row sees
+exactly the beginnings of its own text, each once, in slots that were written for them: whatever scheduler, blocks or
+caches mix up, leave out or publish early is found where it is read. The next token is a fixed function of the text,
+which the drafter knows with errors.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from torch import Tensor
 
 from drafters.eagle3_ssd.card import DrafterCard
 from drafters.eagle3_ssd.vocab import VocabMap
-from infer.blocks import BlockPool
-from infer.channel import LocalChannel, PeerGone
 from infer.config import EngineSettings, Mode
-from infer.draft_plan import DraftPlan
-from infer.draft_worker import DraftWorker
-from infer.drafting import Drafting
-from infer.engine import Engine
-from infer.kernels.paged_attention import PagedRequest
-from infer.messages import FromDraft, Ready, ToDraft
-from infer.target import Rows, TargetOutput
+from infer.draft.plan import DraftPlan
+from infer.draft.worker import DraftWorker
+from infer.engine.draft_client import Drafting
+from infer.engine.engine import Engine
+from infer.engine.target import Rows, TargetOutput
+from infer.ipc.channel import LocalChannel, PeerGone
+from infer.ipc.messages import FromDraft, Ready, ToDraft
+from infer.kernels.attention.block_pool import BlockPool
+from infer.kernels.attention.paged import PagedRequest
 
 VOCAB, END = 11, 10
 Text = tuple[int, ...]
@@ -129,7 +130,9 @@ class PlainTarget:
 
 
 class PlainDrafter:
-    """Stands for `DraftModel`. A feature names the text up to its position, whoever computed it; slot j embeds token j + 1."""
+    """Stands for `DraftModel`. A feature names the text up to its position, whoever computed it; slot j embeds token j
+    + 1.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, texts: Texts) -> None:
         self.blocks = BlockPool(num_blocks, block_size)
@@ -138,10 +141,16 @@ class PlainDrafter:
         self.config, self.embeddings = SimpleNamespace(hidden_size=1), torch.zeros(1, dtype=torch.float64)
         self.card: Any = DrafterCard.model_construct(law=None, measured_fresh=None, measured_lagged=None)
 
-    def forward(self, tokens: Sequence[int], features_RH: Tensor, positions: Sequence[int], requests: Sequence[PagedRequest]) -> Tensor:
-        """Each row's slot then stands for its feature's text and its token, and must see all beginnings of that, each once."""
+    def forward(
+        self, tokens: Sequence[int], features_RH: Tensor, positions: Sequence[int], requests: Sequence[PagedRequest]
+    ) -> Tensor:
+        """Each row's slot then stands for its feature's text and its token, and must see all beginnings of that, each
+        once.
+        """
         texts = [(*self.texts.text(f), t) for f, t in zip(features_RH[:, 0].tolist(), tokens, strict=True)]
-        assert [len(text) - 2 for text in texts] == list(positions), "a feature beside the token that does not follow it"
+        assert [len(text) - 2 for text in texts] == list(positions), (
+            "a feature beside the token that does not follow it"
+        )
         start = 0
         for r in requests:
             for i in range(r.num_rows):
@@ -198,13 +207,22 @@ class Simulation:
     """An engine over the two, with everything real but the tensors."""
 
     def __init__(self, mode: Mode = Mode.SSD, target_blocks: int = 12, block_size: int = 4, **settings: Any) -> None:
-        base = {"lookahead": 3, "budget": 6, "policy": "uniform", "batch_size": 3, "max_model_len": 32, "prefill_tokens": 7}
+        base = {
+            "lookahead": 3,
+            "budget": 6,
+            "policy": "uniform",
+            "batch_size": 3,
+            "max_model_len": 32,
+            "prefill_tokens": 7,
+        }
         self.settings = EngineSettings(target="", **{**base, **settings})
         self.texts = Texts()
         self.runner: Any = PlainTarget(target_blocks, block_size, self.texts)
         self.plan = DraftPlan.of(self.settings, mode)
         each = -(-self.plan.region_tokens // block_size)
-        self.draft_blocks = (self.settings.batch_size - 1) * each + 2  # not quite enough for a full batch of the longest
+        self.draft_blocks = (
+            self.settings.batch_size - 1
+        ) * each + 2  # not quite enough for a full batch of the longest
         self.block_size = block_size
         self.channel: FaultyChannel
         self.drafting = Drafting(None if mode is Mode.AR else self._connect)

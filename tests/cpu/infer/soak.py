@@ -1,8 +1,10 @@
-"""A long life of an engine with a draft process of its own, on a tiny model: `python -m tests.cpu.infer.soak --requests 10000`.
+"""A long life of an engine with a draft process of its own, on a tiny model: `python -m tests.cpu.infer.soak
+--requests 10000`.
 
-Short requests come and go, many with beginnings that were there before, some as long as the context; some are cancelled somewhere;
-the draft process is killed, or stopped for a while or for good, again and again. Every token is compared with what the target says alone,
-no step may take longer than a drafter may be waited for, both sides' books have to be right, and memory must not grow.
+Short requests come and go, many with beginnings that were there before, some as long as the context; some are
+cancelled somewhere; the draft process is killed, or stopped for a while or for good, again and again. Every token is
+compared with what the target says alone, no step may take longer than a drafter may be waited for, both sides' books
+have to be right, and memory must not grow.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from pathlib import Path
 
 import torch
 
-import infer.drafting
-from drafters.targets import Target
+import infer.engine.draft_client
+from drafters.targets.target import Target
 from infer.config import EngineSettings, Mode
-from infer.drafting import PATIENCE, DraftState
-from infer.engine import Engine
-from infer.kernels.paged_attention import DocumentContext
+from infer.engine.draft_client import PATIENCE, DraftState
+from infer.engine.engine import Engine
+from infer.engine.request import FinishReason, Request, SamplingParams
+from infer.kernels.attention.paged import DocumentContext
 from infer.launch import launch
-from infer.request import FinishReason, Request, SamplingParams
 from tests.trained import drain, random_prompts, trained_pair
 
 LIMIT, BATCH = 96, 4
@@ -53,11 +55,14 @@ class Soak:
     memory: list[int] = field(default_factory=list)  # bytes, at each tenth of the way
 
 
-def soak(engine: Engine, answers: dict[tuple[int, ...], list[int]], requests: int, seed: int, calm: tuple[int, int]) -> Soak:
-    """Serve so many requests on one engine; `answers` are the whole texts after each prompt. Raises where anything is wrong.
+def soak(
+    engine: Engine, answers: dict[tuple[int, ...], list[int]], requests: int, seed: int, calm: tuple[int, int]
+) -> Soak:
+    """Serve so many requests on one engine; `answers` are the whole texts after each prompt. Raises where anything is
+    wrong.
 
-    Between two faults of the draft process, `calm` requests end, from and to. Without a drafter only so many go on: then the engine
-    rests until it is back.
+    Between two faults of the draft process, `calm` requests end, from and to. Without a drafter only so many go on:
+    then the engine rests until it is back.
     """
     rng, result = random.Random(seed), Soak()
     prompts, expected, shown, ended = sorted(answers), {}, {}, 0
@@ -66,7 +71,9 @@ def soak(engine: Engine, answers: dict[tuple[int, ...], list[int]], requests: in
         while len(expected) < 3 * BATCH and ended + len(expected) < requests and alone < ALONE:
             prompt, most = rng.choice(prompts), rng.choice([1, 2, 8, 16, 99])
             text = [*prompt, *answers[prompt]]
-            start = rng.choice([len(prompt), rng.randint(len(prompt), len(text) - 1), rng.randint(len(text) - 6, len(text) - 1)])
+            start = rng.choice(
+                [len(prompt), rng.randint(len(prompt), len(text) - 1), rng.randint(len(text) - 6, len(text) - 1)]
+            )
             name = engine.submit(text[:start], SamplingParams(max_new_tokens=most, ignore_eos=True))
             expected[name], shown[name] = text[start : start + most], []
         if expected and rng.random() < 0.02:
@@ -80,7 +87,9 @@ def soak(engine: Engine, answers: dict[tuple[int, ...], list[int]], requests: in
         for output in outputs:
             name = output.request_id
             shown[name] += output.new_token_ids
-            assert shown[name] == expected[name][: len(shown[name])], f"wrong tokens: {shown[name]} for {expected[name]}"
+            assert shown[name] == expected[name][: len(shown[name])], (
+                f"wrong tokens: {shown[name]} for {expected[name]}"
+            )
             if output.finish_reason is not None:
                 assert output.finish_reason is FinishReason.CANCEL or shown[name] == expected[name]
                 _count(result, output.request)
@@ -115,16 +124,22 @@ def settle(engine: Engine, seconds: float = 120.0) -> None:
 
 
 def known_answers(target: Target, settings: EngineSettings, seed: int) -> dict[tuple[int, ...], list[int]]:
-    """Prompts of every kind with the target's own text up to the context limit, as far as no token of it is a close call."""
+    """Prompts of every kind with the target's own text up to the context limit, as far as no token of it is a close
+    call.
+    """
     vocab = target.facts.vocab_size
     trained = random_prompts(48, 4, vocab, seed=5)[: PROMPTS // 2]
     others = [random_prompts(1, n, vocab, seed=seed + n)[0] for n in range(1, PROMPTS // 2)]
     alone = settings.model_copy(update={"kv_tokens": None, "batch_size": 16, "prefix_cache": False})
     with launch(alone, Mode.AR, target) as engine:
-        names = [engine.submit(prompt, SamplingParams(max_new_tokens=LIMIT, ignore_eos=True)) for prompt in trained + others]
+        names = [
+            engine.submit(prompt, SamplingParams(max_new_tokens=LIMIT, ignore_eos=True)) for prompt in trained + others
+        ]
         requests = drain(engine)
     found = {requests[name].prompt_ids: requests[name].new_tokens for name in names}
-    return {prompt: tokens for prompt, tokens in found.items() if _margin(target, [*prompt, *tokens], len(prompt)) > SURE}
+    return {
+        prompt: tokens for prompt, tokens in found.items() if _margin(target, [*prompt, *tokens], len(prompt)) > SURE
+    }
 
 
 def _margin(target: Target, tokens: list[int], start: int) -> float:
@@ -132,7 +147,9 @@ def _margin(target: Target, tokens: list[int], start: int) -> float:
     ids = torch.tensor([tokens])
     context = DocumentContext(torch.ones_like(ids))
     with torch.inference_mode():
-        logits = target.model(input_ids=ids, position_ids=torch.arange(len(tokens))[None], use_cache=False, context=context).logits[0]
+        logits = target.model(
+            input_ids=ids, position_ids=torch.arange(len(tokens))[None], use_cache=False, context=context
+        ).logits[0]
     best = logits[start - 1 : -1].topk(2).values
     return float((best[:, 0] - best[:, 1]).min())
 
@@ -148,7 +165,9 @@ def _fault(engine: Engine, kind: str, rng: random.Random, result: Soak) -> tuple
     _signal(pid, signal.SIGSTOP)
     if kind == "stop for good":
         return 0, 0.0
-    return pid, time.monotonic() + (rng.uniform(0.05, 0.5) if kind == "stop briefly" else PATIENCE + rng.uniform(0.5, 3.0))
+    return pid, time.monotonic() + (
+        rng.uniform(0.05, 0.5) if kind == "stop briefly" else PATIENCE + rng.uniform(0.5, 3.0)
+    )
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
@@ -182,14 +201,16 @@ def run(requests: int, seed: int, directory: Path, calm: tuple[int, int] = (60, 
         target_devices=("cpu",),
         draft_devices=("cpu",),
     )
-    infer.drafting.STABLE = STABLE
+    infer.engine.draft_client.STABLE = STABLE
     answers = known_answers(target, settings, seed)
     assert len(answers) > PROMPTS / 2, f"only {len(answers)} texts without close calls"
     with launch(settings, Mode.SSD, target) as engine:
         result = soak(engine, answers, requests, seed, calm)
         settle(engine)
     assert result.longest_step < LONGEST_STEP, f"a step took {result.longest_step:.1f} s"
-    assert result.memory[-1] - result.memory[len(result.memory) // 4] < LEAK, f"memory grew: {[m >> 20 for m in result.memory]} MiB"
+    assert result.memory[-1] - result.memory[len(result.memory) // 4] < LEAK, (
+        f"memory grew: {[m >> 20 for m in result.memory]} MiB"
+    )
     return result
 
 
@@ -201,8 +222,12 @@ def main() -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         result = run(options.requests, options.seed, Path(directory))
-    print(f"{options.requests} requests in {time.monotonic() - started:.0f} s, no wrong token: {dict(result.finished)}")
-    print(f"faults {dict(result.faults)}, speculations {dict(result.sources)}, longest step {result.longest_step:.2f} s")
+    print(
+        f"{options.requests} requests in {time.monotonic() - started:.0f} s, no wrong token: {dict(result.finished)}"
+    )
+    print(
+        f"faults {dict(result.faults)}, speculations {dict(result.sources)}, longest step {result.longest_step:.2f} s"
+    )
     print(f"memory at each tenth: {[size >> 20 for size in result.memory]} MiB")
     return 0
 

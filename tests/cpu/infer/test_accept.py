@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infer.kernels.accept import Proposal, Verdict, accept, accept_greedy, accept_reference
+from infer.kernels.sampling.accept import Proposal, Verdict, accept, accept_greedy, accept_reference
 
 ALL_IDS = torch.arange(4)
 HALF = [0.5] * 4
@@ -30,7 +30,11 @@ def random_case(seed: int, drawn: bool) -> tuple[Tensor, list[int], Proposal | N
 
 
 @settings(max_examples=300, deadline=None)
-@given(seed=st.integers(0, 10**6), drawn=st.booleans(), draws=st.lists(st.floats(0, 1, exclude_max=True), min_size=8, max_size=8))
+@given(
+    seed=st.integers(0, 10**6),
+    drawn=st.booleans(),
+    draws=st.lists(st.floats(0, 1, exclude_max=True), min_size=8, max_size=8),
+)
 def test_accept_equals_its_plain_twin(seed: int, drawn: bool, draws: list[float]) -> None:
     p, drafted, proposal = random_case(seed, drawn)
     got = accept(p, drafted, proposal, draws[:4], draws[4:])
@@ -45,7 +49,8 @@ def test_accept_equals_its_plain_twin(seed: int, drawn: bool, draws: list[float]
 def test_a_worked_example() -> None:
     """p/q' of the drafted tokens: 0.4/0.5, 0.1/0.8. u = 0.7: 0.35 < 0.4 accepted, 0.56 < 0.1 rejected.
 
-    Residual there: (0.2, 0.1, 0.6, 0.1) - (0.1, 0.8, 0.1, 0) = (0.1, 0, 0.5, 0.1), total 0.7; u = 0.5 falls on token 2.
+    Residual there: (0.2, 0.1, 0.6, 0.1) - (0.1, 0.8, 0.1, 0) = (0.1, 0, 0.5, 0.1), total 0.7; u = 0.5 falls on token
+    2.
     """
     p = dist([0.4, 0.3, 0.2, 0.1], [0.2, 0.1, 0.6, 0.1], [0.0, 0.0, 0.0, 1.0])
     proposal = Proposal(dist([0.5, 0.5, 0.0, 0.0], [0.1, 0.8, 0.1, 0.0]), ALL_IDS)
@@ -65,7 +70,9 @@ def test_a_point_mass_is_accepted_with_its_probability_and_removed_when_rejected
         assert judge(p, [1], None, [0.31, 0.0], [0.58, 0.0]) == Verdict(0, 2)
 
 
-def accept_not_strict(p: Tensor, drafted: list[int], proposal: Proposal | None, u: list[float], bonus: list[float]) -> Verdict:
+def accept_not_strict(
+    p: Tensor, drafted: list[int], proposal: Proposal | None, u: list[float], bonus: list[float]
+) -> Verdict:
     """Broken on purpose: `<=` instead of `<`."""
     for k, token in enumerate(drafted):
         q = 1.0 if proposal is None else float(proposal.probs_KD[k, token])
@@ -104,7 +111,13 @@ def test_outside_the_draft_vocabulary_the_residual_is_p() -> None:
     proposal = Proposal(dist([0.8, 0.2]), torch.tensor([1, 3]))
     for judge in (accept, accept_reference):
         assert judge(p, [1], proposal, [0.24, 0.0], HALF) == Verdict(1, 0)
-        assert [judge(p, [1], proposal, [0.26, 0.0], [u, 0.0]).bonus_token for u in (0.0, 0.49, 0.51, 0.83, 0.84)] == [0, 0, 2, 2, 3]
+        assert [judge(p, [1], proposal, [0.26, 0.0], [u, 0.0]).bonus_token for u in (0.0, 0.49, 0.51, 0.83, 0.84)] == [
+            0,
+            0,
+            2,
+            2,
+            3,
+        ]
 
 
 def test_nothing_drafted_is_one_plain_step() -> None:

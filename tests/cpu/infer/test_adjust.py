@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.adjust import Text, adjust_logits, adjust_logits_reference
-from infer.kernels.sample import Sampling
+from infer.kernels.sampling.adjust import Text, adjust_logits, adjust_logits_reference
+from infer.kernels.sampling.sample import Sampling
 
 TEXT = Text(prompt=[1, 4, 4, 7], answer=[2, 7, 2])
 PATHS = [[], [3], [3, 2], [3, 2, 2]]
@@ -28,7 +28,10 @@ def _logits(rows: int = len(PATHS), size: int = 13) -> torch.Tensor:
 def test_adjusting_equals_its_plain_twin(sampling: Sampling) -> None:
     logits = _logits()
     before = logits.clone()
-    got, expected = adjust_logits(logits, sampling, TEXT, PATHS), adjust_logits_reference(logits, sampling, TEXT, PATHS)
+    got, expected = (
+        adjust_logits(logits, sampling, TEXT, PATHS),
+        adjust_logits_reference(logits, sampling, TEXT, PATHS),
+    )
     assert not torch.equal(got, logits)
     torch.testing.assert_close(got, expected)
     assert torch.equal(logits, before)
@@ -54,7 +57,9 @@ def test_penalties_by_hand() -> None:
 
 def test_an_empty_text_is_not_penalised() -> None:
     logits = _logits(1)
-    assert torch.equal(adjust_logits(logits, Sampling(presence_penalty=1.0, repetition_penalty=2.0), Text(), [[]]), logits)
+    assert torch.equal(
+        adjust_logits(logits, Sampling(presence_penalty=1.0, repetition_penalty=2.0), Text(), [[]]), logits
+    )
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)

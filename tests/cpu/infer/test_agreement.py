@@ -1,4 +1,6 @@
-"""Training and serving compute the same numbers: the worker against the training unroll, and against a plain twin of ssd.md §5."""
+"""Training and serving compute the same numbers: the worker against the training unroll, and against a plain twin of
+ssd.md §5.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,19 @@ import torch
 from torch import Tensor
 
 from drafters.eagle3_ssd.checkpoint import LoadedDrafter, load_drafter
-from drafters.targets import Target, load_target
+from drafters.targets.target import Target, load_target
 from infer.config import Mode
-from infer.draft_model import DraftModel, TapFusion
-from infer.draft_plan import DraftPlan
-from infer.draft_state import Speculation
-from infer.draft_worker import DraftWorker
-from infer.fallback import Fallback
-from infer.kernels.sample import Sampling
-from infer.messages import Admit, Outcome, ToDraft
-from infer.request import Source
+from infer.draft.fallback import Fallback
+from infer.draft.model import DraftModel, TapFusion
+from infer.draft.plan import DraftPlan
+from infer.draft.state import Speculation
+from infer.draft.worker import DraftWorker
+from infer.engine.request import Source
+from infer.ipc.messages import Admit, Outcome, ToDraft
+from infer.kernels.sampling.sample import Sampling
 from tests.plain_drafting import PlainDrafter, PlainRound
 from tests.tiny import save_tiny_drafter, save_tiny_target
-from train.unroll import Rows, first_step, glue_replay, stale_features, unroll
+from train.objective.unroll import Rows, first_step, glue_replay, stale_features, unroll
 
 K, BUDGET, PROMPT = 3, 12, 9
 
@@ -43,7 +45,13 @@ class Shape(NamedTuple):
     norms: tuple[str, ...] = ()
 
 
-SHAPES = [Shape(1), Shape(2), Shape(1, ("fc_norm", "feature_norm")), Shape(2, ("feature_norm",)), Shape(2, ("fc_norm", "norm_output"))]
+SHAPES = [
+    Shape(1),
+    Shape(2),
+    Shape(1, ("fc_norm", "feature_norm")),
+    Shape(2, ("feature_norm",)),
+    Shape(2, ("fc_norm", "norm_output")),
+]
 
 
 def _loaded(target: Target, directory: Path, shape: Shape) -> LoadedDrafter:
@@ -71,8 +79,12 @@ def _features(hidden: int = 32) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @torch.no_grad()
-def test_after_a_jit_round_serving_is_the_training_unroll_to_depth_2k(target: Target, tmp_path: Path, shape: Shape) -> None:
-    """Depth 0..K-1 from the JIT steps, K+1..2K from the branch after full acceptance: `unroll` at the newest true slot."""
+def test_after_a_jit_round_serving_is_the_training_unroll_to_depth_2k(
+    target: Target, tmp_path: Path, shape: Shape
+) -> None:
+    """Depth 0..K-1 from the JIT steps, K+1..2K from the branch after full acceptance: `unroll` at the newest true
+    slot.
+    """
     loaded = _loaded(target, tmp_path, shape)
     reference = _loaded(target, tmp_path, shape).model
     features = _features()
@@ -101,8 +113,12 @@ def test_after_a_jit_round_serving_is_the_training_unroll_to_depth_2k(target: Ta
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("refresh", [0, 1, K])
 @torch.no_grad()
-def test_hits_in_a_row_and_a_miss_after_them_match_the_plain_twin(target: Target, tmp_path: Path, shape: Shape, refresh: int) -> None:
-    """Each round: the served features equal a twin that evaluates slot by slot over exactly the keys that ssd.md allows."""
+def test_hits_in_a_row_and_a_miss_after_them_match_the_plain_twin(
+    target: Target, tmp_path: Path, shape: Shape, refresh: int
+) -> None:
+    """Each round: the served features equal a twin that evaluates slot by slot over exactly the keys that ssd.md
+    allows.
+    """
     loaded = _loaded(target, tmp_path, shape)
     plain = PlainDrafter(_loaded(target, tmp_path, shape).model)
     worker, true_features = _worker(loaded, refresh), _features()
@@ -110,7 +126,9 @@ def test_hits_in_a_row_and_a_miss_after_them_match_the_plain_twin(target: Target
     committed = list(tokens)
     twin = PlainRound(plain, committed, list(true_features))
     nodes = twin.committed()
-    expected = [n.output for n in [nodes[-1], *twin.chain(nodes, nodes[-1], list(speculation.tokens), len(committed) - 1)]][:K]
+    expected = [
+        n.output for n in [nodes[-1], *twin.chain(nodes, nodes[-1], list(speculation.tokens), len(committed) - 1)]
+    ][:K]
     _assert_close(speculation.features_KH, torch.stack(expected))
     for accepted, wants_hit in [(1, True), (K, True), (0, True), (2, False), (2, True)]:
         nodes = twin.committed()
@@ -120,10 +138,14 @@ def test_hits_in_a_row_and_a_miss_after_them_match_the_plain_twin(target: Target
         branch = prepared.branches.ks.index(accepted)
         bonus = prepared.branches.tokens[branch]
         if not wants_hit:
-            bonus = next(t for t in range(3, 250) if prepared.look_up(accepted, t) is None and t != speculation.tokens[accepted])
+            bonus = next(
+                t for t in range(3, 250) if prepared.look_up(accepted, t) is None and t != speculation.tokens[accepted]
+            )
         visible = [*nodes, *glue[:accepted]]
         if wants_hit:
-            steps = twin.chain(visible, visible[-1], [bonus, *prepared.tokens_BK[branch]], len(committed) - 1 + accepted)
+            steps = twin.chain(
+                visible, visible[-1], [bonus, *prepared.tokens_BK[branch]], len(committed) - 1 + accepted
+            )
             expected = [n.output for n in steps[:K]]
         round_number = len(committed)
         committed += [*speculation.tokens[:accepted], bonus]
@@ -147,7 +169,9 @@ def test_hits_in_a_row_and_a_miss_after_them_match_the_plain_twin(target: Target
 def test_after_hits_serving_is_the_training_replay(
     target: Target, tmp_path: Path, shape: Shape, forks: tuple[int, int, int], refresh: int
 ) -> None:
-    """Hits with forks[0] and forks[1] accepted: what each round drafts for its fork is what the replay of that round trains."""
+    """Hits with forks[0] and forks[1] accepted: what each round drafts for its fork is what the replay of that round
+    trains.
+    """
     loaded = _loaded(target, tmp_path, shape)
     reference = _loaded(target, tmp_path, shape).model
     features = _features()
@@ -166,7 +190,9 @@ def test_after_hits_serving_is_the_training_replay(
         fused = torch.zeros(1, sequence.shape[1], features.shape[1])
         fused[0, : anchor + 1] = features[: anchor + 1]
         first, at = first_step(reference, rows, fused), torch.tensor([[anchor]])
-        if number < 2:  # the features are an unroll's: from the anchor itself, or, after one hit, from that of the round before
+        if (
+            number < 2
+        ):  # the features are an unroll's: from the anchor itself, or, after one hit, from that of the round before
             stale = stale_features(reference, rows, first, torch.tensor([[origin]]), at - origin, K)
         assert stale is not None
         replay = glue_replay(reference, rows, first, at, stale, torch.tensor([[fork]]), refresh)

@@ -1,4 +1,6 @@
-"""Blocks of a KV pool against a plain model: who holds what, what is found again, what is given up first, and runs where a run is free."""
+"""Blocks of a KV pool against a plain model: who holds what, what is found again, what is given up first, and runs
+where a run is free.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.blocks import BlockPool
+from infer.kernels.attention.block_pool import BlockPool
 
 
 class PlainPool:
-    """Blocks as a dictionary of contents, in the order in which nobody used them any more. No numbers are predicted, only what is true."""
+    """Blocks as a dictionary of contents, in the order in which nobody used them any more. No numbers are predicted,
+    only what is true.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.holders: Counter[int] = Counter()
-        self.content: dict[int, tuple[int, ...]] = {}  # published block -> all tokens from the start of the text to its end
+        self.content: dict[
+            int, tuple[int, ...]
+        ] = {}  # published block -> all tokens from the start of the text to its end
         self.unused: list[int] = []  # published and held by nobody, oldest first
         self.num_blocks, self.block_size = num_blocks, block_size
 
@@ -43,7 +49,9 @@ class PlainPool:
 @settings(max_examples=150, deadline=None)
 @given(st.integers(2, 12), st.data())
 def test_the_pool_keeps_what_a_plain_model_keeps(num_blocks: int, data: st.DataObject) -> None:
-    """Requests over two tokens come, find their beginning, publish the rest, and leave: the chains found are the longest there."""
+    """Requests over two tokens come, find their beginning, publish the rest, and leave: the chains found are the
+    longest there.
+    """
     size = 2
     pool, plain = BlockPool(num_blocks, size), PlainPool(num_blocks, size)
     requests: list[tuple[int, ...]] = []
@@ -121,7 +129,9 @@ def test_the_end_of_a_chain_is_given_up_before_its_beginning() -> None:
     assert pool.find("root", [7, 8, 9], 3) == [0, 1, 2] and pool.num_free == 3
     assert pool.allocate(1) == (2,)
     assert pool.find("root", [7, 8, 9], 3) == [0, 1]
-    assert pool.find("root", [7, 8, 9], 1) == [0] and pool.find("root", [8], 1) == [] and pool.find("other", [7], 1) == []
+    assert (
+        pool.find("root", [7, 8, 9], 1) == [0] and pool.find("root", [8], 1) == [] and pool.find("other", [7], 1) == []
+    )
 
 
 def test_only_full_blocks_of_a_holder_are_published() -> None:

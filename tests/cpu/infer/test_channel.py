@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from infer.channel import FRAME, Inbox, LocalChannel, PeerGone, Wire
-from infer.kernels.sample import Sampling
-from infer.messages import Admit, Answer, FromDraft, Outcome, ToDraft, pack
-from infer.request import Source
+from infer.engine.request import Source
+from infer.ipc.channel import FRAME, Inbox, LocalChannel, PeerGone, Wire
+from infer.ipc.messages import Admit, Answer, FromDraft, Outcome, ToDraft, pack
+from infer.kernels.sampling.sample import Sampling
 
 SHORT = timedelta(seconds=0.3)
 
@@ -57,7 +57,9 @@ def test_messages_of_every_size_come_whole_and_in_order(wires: list[Wire]) -> No
 def test_both_ends_speak(wires: list[Wire]) -> None:
     features = torch.randn(900, 64).bfloat16()  # 115 KB: a prompt's
     admit = Admit("r", tuple(range(901)), features, 1000, Sampling(1.0, seed=2**60))
-    [there] = _exchange(wires[0], wires[1], [ToDraft(admits=(admit,), outcomes=(Outcome("q", 3, 2, 9, features[:3]),))])
+    [there] = _exchange(
+        wires[0], wires[1], [ToDraft(admits=(admit,), outcomes=(Outcome("q", 3, 2, 9, features[:3]),))]
+    )
     assert there.admits[0].tokens == admit.tokens and torch.equal(there.admits[0].features_SH, features)
     assert torch.equal(there.outcomes[0].features_SH, features[:3])
     [back] = _exchange(wires[1], wires[0], [FromDraft((Answer("r", 0, Source.FIRST, (4, 5)),), 0.25)])
@@ -67,7 +69,9 @@ def test_both_ends_speak(wires: list[Wire]) -> None:
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("size", [200, 1_000_000])
 def test_both_ends_may_send_before_either_receives(wires: list[Wire], size: int) -> None:
-    """The drafter answers while the target sends a new request: sends that wait for the peer's receive would wait for ever."""
+    """The drafter answers while the target sends a new request: sends that wait for the peer's receive would wait for
+    ever.
+    """
     messages = [_of_size(size), _of_size(size + 1)]
     for wire in wires:
         for message in messages:
@@ -118,7 +122,9 @@ def test_a_local_channel_works_when_it_is_asked_for_the_answer_and_in_order() ->
     assert channel.receive(0.0).busy_seconds == 1.0  # type: ignore[union-attr]
     assert worker.calls == ["answer 1", "prepare"]
     channel.send(ToDraft(retires=("3",)))
-    assert worker.calls == ["answer 1", "prepare", "answer 2", "prepare", "answer 3"], "what nobody waits for is done at once, in its turn"
+    assert worker.calls == ["answer 1", "prepare", "answer 2", "prepare", "answer 3"], (
+        "what nobody waits for is done at once, in its turn"
+    )
     assert channel.receive(0.0).busy_seconds == 2.0  # type: ignore[union-attr]
 
 
@@ -141,7 +147,9 @@ def test_a_connection_outlives_the_time_that_was_given_to_make_it() -> None:
     store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", store.port, 2, is_master=False)
     with ThreadPoolExecutor(2) as pool:
-        here, there = pool.map(lambda end: Wire(*end), [(store, 0, timedelta(seconds=1)), (client, 1, timedelta(seconds=1))])
+        here, there = pool.map(
+            lambda end: Wire(*end), [(store, 0, timedelta(seconds=1)), (client, 1, timedelta(seconds=1))]
+        )
     inbox = Inbox(here)
     assert inbox.get(1.5) is None
     there.send(ToDraft(ping=True))

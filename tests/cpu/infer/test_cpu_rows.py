@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.kernels import cpu_rows
-from infer.kernels.decoder_layer import rotate
-from infer.kernels.paged_attention import FEW_ROWS, KvPool, PagedContext, PagedRequest
+from infer.kernels.attention.paged import FEW_ROWS, KvPool, PagedContext, PagedRequest
+from infer.kernels.decoder_layer import cpu as cpu_rows
+from infer.kernels.decoder_layer.fused import rotate
 
 QUERIES, HEADS, SIZE, BLOCK = 6, 2, 16, 4
 DTYPES = [torch.bfloat16, torch.float32]
@@ -60,7 +60,11 @@ def _batch(dtype: torch.dtype, masked: bool) -> tuple[KvPool, list[PagedRequest]
         side.copy_(torch.randn(side.shape))
     mask = torch.rand(4, 13) < 0.6
     mask[:, 0] = True
-    requests = [PagedRequest((1, 2, 3, 4), 13, 4, mask if masked else None), PagedRequest((9, 7, 12), 10, 3), PagedRequest((6,), 1, 1)]
+    requests = [
+        PagedRequest((1, 2, 3, 4), 13, 4, mask if masked else None),
+        PagedRequest((9, 7, 12), 10, 3),
+        PagedRequest((6,), 1, 1),
+    ]
     qkv = torch.randn(1, 8, (QUERIES + 2 * HEADS) * SIZE).to(dtype)
     angles = torch.rand(1, 8, SIZE // 2).repeat(1, 1, 2) * 6
     return pool, requests, qkv, (angles.cos(), angles.sin())
@@ -97,7 +101,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None
     assert torch.equal(pool.keys[0], keys)
     gate_up, x, weight = torch.randn(5, 96).to(dtype), torch.randn(5, 48).to(dtype), torch.rand(48).to(dtype)
     assert torch.equal(cpu_rows.silu_mul(gate_up)[3:4], cpu_rows.silu_mul(gate_up[3:4]))
-    assert torch.equal(cpu_rows.add_norm(x, x, weight, 1e-5)[1][3:4], cpu_rows.add_norm(x[3:4], x[3:4], weight, 1e-5)[1])
+    assert torch.equal(
+        cpu_rows.add_norm(x, x, weight, 1e-5)[1][3:4], cpu_rows.add_norm(x[3:4], x[3:4], weight, 1e-5)[1]
+    )
 
 
 def test_many_rows_are_left_to_torch() -> None:

@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infer.kernels import cpu_train
+from train.ops import cpu_train
 
 DTYPES = [torch.bfloat16, torch.float32]
 
 
-def _check(ours: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+def _check(
+    ours: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype
+) -> None:
     """The plain one in fp32 on the same numbers; bf16 results may differ by their rounding."""
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     mine = [x.detach().clone().requires_grad_() for x in inputs]
@@ -36,7 +38,12 @@ def test_rms_norm(dtype: torch.dtype) -> None:
     x, weight = (torch.randn(2, 5, 48) * 3).to(dtype), torch.rand(48) + 0.5
     _check(lambda x, w: cpu_train.rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, (48,), w, 1e-5), (x, weight), dtype)
     strided = (torch.randn(2, 48, 5) * 3).to(dtype).transpose(1, 2)
-    _check(lambda x, w: cpu_train.rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, (48,), w, 1e-5), (strided, weight), dtype)
+    _check(
+        lambda x, w: cpu_train.rms_norm(x, w, 1e-5),
+        lambda x, w: F.rms_norm(x, (48,), w, 1e-5),
+        (strided, weight),
+        dtype,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,12 +7,18 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from infer.kernels.decoder_layer import FusedDecoderLayer, fits, rotate
-from infer.kernels.paged_attention import DocumentContext, attend_in_context
+from infer.kernels.attention.paged import DocumentContext, attend_in_context
+from infer.kernels.decoder_layer.fused import FusedDecoderLayer, fits, rotate
 
 
 def _config(**changes: object) -> LlamaConfig:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+    }
     return LlamaConfig(**{**sizes, **changes})  # type: ignore[arg-type]
 
 
@@ -41,7 +47,9 @@ def test_the_fused_layer_computes_what_transformers_does(bias: bool) -> None:
     context = DocumentContext(torch.tensor([[1] * 9, [1] * 4 + [2] * 5]))
     with torch.no_grad():
         expected = layer(hidden, position_embeddings=tables, context=context)
-        torch.testing.assert_close(FusedDecoderLayer.of_llama(layer)(hidden, tables, context), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            FusedDecoderLayer.of_llama(layer)(hidden, tables, context), expected, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_only_layers_of_this_structure_are_replaced() -> None:

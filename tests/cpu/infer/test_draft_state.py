@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters.eagle3_ssd.outcomes import Branches
-from infer.draft_state import DraftRequest, Prepared, tree_mask
-from infer.kernels.sample import Sampling
+from infer.draft.state import DraftRequest, Prepared, tree_mask
+from infer.kernels.sampling.sample import Sampling
 
 
 def test_the_worked_example() -> None:
@@ -22,7 +22,9 @@ def test_the_worked_example() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 5), st.integers(0, 4), st.integers(1, 4), st.data())
-def test_a_node_sees_the_prefix_its_glue_slots_and_its_own_branch(prefix: int, glue: int, depth: int, data: st.DataObject) -> None:
+def test_a_node_sees_the_prefix_its_glue_slots_and_its_own_branch(
+    prefix: int, glue: int, depth: int, data: st.DataObject
+) -> None:
     ks = data.draw(st.lists(st.integers(0, glue), min_size=1, max_size=5))
     mask = tree_mask(prefix, glue, ks, depth)
     assert mask.dtype == torch.bool and mask.shape == (len(ks), prefix + glue + depth * len(ks))
@@ -38,7 +40,9 @@ def _request(tokens: int, pending: int) -> DraftRequest:
 
 
 def test_pending_rows_embed_the_newest_tokens_one_position_before_their_own() -> None:
-    """Five tokens, x_0..x_4: slot j embeds token j+1, so that the two newest slots are 2 and 3, with tokens 103 and 104."""
+    """Five tokens, x_0..x_4: slot j embeds token j+1, so that the two newest slots are 2 and 3, with tokens 103 and
+    104.
+    """
     request = _request(5, 2)
     assert request.newest_slot == 3
     assert request.pending_rows() == ([103, 104], [2, 3])
@@ -54,10 +58,16 @@ def test_rows_end_at_the_slot_that_is_named() -> None:
 def test_a_look_up_gives_the_branch_of_its_outcome_and_nothing_else() -> None:
     features_KBH, probs_KBD = torch.arange(12.0).view(2, 3, 2), torch.arange(24.0).view(2, 3, 4)
     branches = Branches((0, 0, 1), (7, 9, 7), (0, 2, 3))
-    prepared = Prepared(branches, [[1, 2], [3, 4], [5, 6]], features_KBH, probs_KBD, ([[10], [11], []], [[20], [], [22]]))
+    prepared = Prepared(
+        branches, [[1, 2], [3, 4], [5, 6]], features_KBH, probs_KBD, ([[10], [11], []], [[20], [], [22]])
+    )
     hit = prepared.look_up(1, 7)
     assert hit is not None and hit.tokens == (5, 6) and hit.lowered == ((), (22,))
-    assert torch.equal(hit.features_KH, features_KBH[:, 2]) and hit.probs_KD is not None and torch.equal(hit.probs_KD, probs_KBD[:, 2])
+    assert (
+        torch.equal(hit.features_KH, features_KBH[:, 2])
+        and hit.probs_KD is not None
+        and torch.equal(hit.probs_KD, probs_KBD[:, 2])
+    )
     second = prepared._replace(probs_KBD=None).look_up(0, 9)
     assert second is not None and second.tokens == (3, 4) and second.probs_KD is None
     assert prepared.look_up(1, 9) is None and prepared.look_up(2, 7) is None and prepared.look_up(0, 8) is None

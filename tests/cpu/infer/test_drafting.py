@@ -1,4 +1,6 @@
-"""The drafting side under faults, without a process: silence, late answers, death, restarts with pauses, and a drafter that holds on."""
+"""The drafting side under faults, without a process: silence, late answers, death, restarts with pauses, and a drafter
+that holds on.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import infer.drafting as drafting_module
-from infer.channel import PeerGone
-from infer.drafting import Drafting, DraftState
-from infer.kernels.accept import Verdict
-from infer.messages import Answer, FromDraft, Ready, ToDraft
-from infer.request import Request, SamplingParams, Source
+import infer.engine.draft_client as drafting_module
+from infer.engine.draft_client import Drafting, DraftState
+from infer.engine.request import Request, SamplingParams, Source
+from infer.ipc.channel import PeerGone
+from infer.ipc.messages import Answer, FromDraft, Ready, ToDraft
+from infer.kernels.sampling.accept import Verdict
 
 READY = Ready(pid=1, requests=3, tokens=200, block_size=10, scratch_tokens=15)
 
@@ -111,7 +113,9 @@ def test_a_round_is_named_by_its_tokens_and_other_answers_are_dropped() -> None:
     channel.answers.append(_answer(a))
     assert [answer.tokens for answer in drafting.collect([a]).values()] == [(7,)]
     _advance(drafting, a)
-    assert [outcome.round for outcome in channel.sent[-1].outcomes] == [5], "the round that is over started from 5 tokens"
+    assert [outcome.round for outcome in channel.sent[-1].outcomes] == [5], (
+        "the round that is over started from 5 tokens"
+    )
     channel.answers.append(_answer(a, 5))
     assert drafting.collect([a]) == {}, "an answer for another round"
     assert drafting.knows(a) and drafting.state is DraftState.SERVING
@@ -251,9 +255,11 @@ def test_the_drafters_own_limits_are_kept() -> None:
         drafting.admit(request, _features(request))
     assert not drafting.accepts(many[3]), "places"
     drafting.retire("a")
-    assert drafting.accepts(many[3]) and drafting.accepts(_request("e", most=105)) and not drafting.accepts(_request("e", most=106)), (
-        "memory"
-    )
+    assert (
+        drafting.accepts(many[3])
+        and drafting.accepts(_request("e", most=105))
+        and not drafting.accepts(_request("e", most=106))
+    ), "memory"
 
 
 def test_a_request_that_ends_before_it_was_sent_needs_no_farewell() -> None:
@@ -267,7 +273,9 @@ def test_a_request_that_ends_before_it_was_sent_needs_no_farewell() -> None:
     drafting.retire("b")
     drafting.retire("never known")
     drafting.send()
-    assert channel.sent[1].retires == ("b",) and not channel.sent[1].is_answered, "the last one is told at once: nothing else will be sent"
+    assert channel.sent[1].retires == ("b",) and not channel.sent[1].is_answered, (
+        "the last one is told at once: nothing else will be sent"
+    )
 
 
 def test_a_farewell_waits_for_the_next_message_while_others_run() -> None:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-import infer.drafting
-from drafters.errors import UserError
-from drafters.targets import Target
+import infer.engine.draft_client
+from drafters.base.errors import UserError
+from drafters.targets.target import Target
 from infer.config import EngineSettings, Mode
+from infer.engine.request import FinishReason, Request, SamplingParams, Source
 from infer.launch import launch
-from infer.request import FinishReason, Request, SamplingParams, Source
-from infer.text import REPLACEMENT, decode
+from infer.text.detokenize import REPLACEMENT, decode
 from tests.trained import drain, random_prompts, run
 
 NEW = 32
@@ -42,7 +42,9 @@ def _sources(requests: list[Request]) -> set[Source]:
     return {r.source for request in requests for r in request.rounds}
 
 
-def test_ar_is_what_transformers_generates(pair: tuple[Target, Path], prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_ar_is_what_transformers_generates(
+    pair: tuple[Target, Path], prompts: list[list[int]], expected: list[list[int]]
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -53,10 +55,16 @@ def test_ar_is_what_transformers_generates(pair: tuple[Target, Path], prompts: l
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_sd_equals_ar(pair: tuple[Target, Path], prompts: list[list[int]], expected: list[list[int]], batch_size: int) -> None:
-    requests = run(_settings(pair, batch_size=batch_size), Mode.SD, pair[0], prompts, SamplingParams(max_new_tokens=NEW))
+def test_sd_equals_ar(
+    pair: tuple[Target, Path], prompts: list[list[int]], expected: list[list[int]], batch_size: int
+) -> None:
+    requests = run(
+        _settings(pair, batch_size=batch_size), Mode.SD, pair[0], prompts, SamplingParams(max_new_tokens=NEW)
+    )
     assert [r.new_tokens for r in requests] == expected
-    assert any(r.accepted for request in requests for r in request.rounds), "nothing was ever accepted: the test shows nothing"
+    assert any(r.accepted for request in requests for r in request.rounds), (
+        "nothing was ever accepted: the test shows nothing"
+    )
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -76,17 +84,33 @@ def test_sd_equals_ar(pair: tuple[Target, Path], prompts: list[list[int]], expec
     ids=str,
 )
 def test_ssd_equals_ar(
-    pair: tuple[Target, Path], prompts: list[list[int]], expected: list[list[int]], batch_size: int, changes: dict[str, Any]
+    pair: tuple[Target, Path],
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    batch_size: int,
+    changes: dict[str, Any],
 ) -> None:
-    requests = run(_settings(pair, batch_size=batch_size, **changes), Mode.SSD, pair[0], prompts, SamplingParams(max_new_tokens=NEW))
+    requests = run(
+        _settings(pair, batch_size=batch_size, **changes),
+        Mode.SSD,
+        pair[0],
+        prompts,
+        SamplingParams(max_new_tokens=NEW),
+    )
     assert [r.new_tokens for r in requests] == expected
     sources = _sources(requests)
     assert Source.HIT in sources and Source(changes.get("fallback", "jit")) in sources and Source.FIRST in sources
 
 
-def test_a_hit_carries_more_than_a_miss_without_speculation(pair: tuple[Target, Path], prompts: list[list[int]]) -> None:
+def test_a_hit_carries_more_than_a_miss_without_speculation(
+    pair: tuple[Target, Path], prompts: list[list[int]]
+) -> None:
     settings = _settings(pair, fallback="none")
-    rounds = [r for request in run(settings, Mode.SSD, pair[0], prompts, SamplingParams(max_new_tokens=NEW)) for r in request.rounds]
+    rounds = [
+        r
+        for request in run(settings, Mode.SSD, pair[0], prompts, SamplingParams(max_new_tokens=NEW))
+        for r in request.rounds
+    ]
     assert all((r.offered, r.emitted) == (0, 1) for r in rounds if r.source is Source.NONE)
     assert any(r.accepted > 0 for r in rounds if r.source is Source.HIT)
     assert all(r.emitted == r.accepted + 1 <= r.offered + 1 for r in rounds)
@@ -108,11 +132,15 @@ def test_a_stop_token_ends_the_answer_at_every_place_of_an_accepted_speculation(
     with launch(_settings(pair, batch_size=16), Mode.SSD, pair[0], in_process=True) as engine:
         for prompt, tokens in zip(learnt, [answer.new_tokens for answer in answers], strict=True):
             for stop in set(tokens[1:]):
-                cuts[engine.submit(prompt, SamplingParams(NEW, stop_token_ids=(stop,)))] = tokens[: tokens.index(stop) + 1]
+                cuts[engine.submit(prompt, SamplingParams(NEW, stop_token_ids=(stop,)))] = tokens[
+                    : tokens.index(stop) + 1
+                ]
         ended = drain(engine)
     assert {name: request.new_tokens for name, request in ended.items()} == cuts
     assert {request.finish_reason for request in ended.values()} == {FinishReason.STOP}
-    places = {len(r.new_tokens) - 1 - sum(record.emitted for record in r.rounds[:-1]) for r in ended.values() if r.rounds}
+    places = {
+        len(r.new_tokens) - 1 - sum(record.emitted for record in r.rounds[:-1]) for r in ended.values() if r.rounds
+    }
     assert places == {1, 2, 3, 4}, "the three drafted tokens, and the one after them"
 
 
@@ -126,7 +154,9 @@ def test_stop_strings_cut_tokens_and_log_probabilities_wherever_they_were_accept
     stops = {text for text in (texts[-1][i : i + 2] for i in range(len(texts[-1]) - 1)) if REPLACEMENT not in text}
     assert len(stops) > 5
     with launch(_settings(pair, batch_size=16), mode, pair[0], in_process=True) as engine:
-        asked = {engine.submit(prompts[0], SamplingParams(NEW, stop=("never", stop), logprobs=0)): stop for stop in stops}
+        asked = {
+            engine.submit(prompts[0], SamplingParams(NEW, stop=("never", stop), logprobs=0)): stop for stop in stops
+        }
         ended = drain(engine)
     for name, stop in asked.items():
         cut = next(n for n, text in enumerate(texts) if stop in text)
@@ -150,11 +180,15 @@ def test_a_seed_repeats_its_tokens_whatever_else_runs(pair: tuple[Target, Path],
     params = SamplingParams(max_new_tokens=16, temperature=1.0, seed=7)
     alone = run(_settings(pair), Mode.SSD, pair[0], prompts[:1], params)[0].new_tokens
     together = run(_settings(pair, batch_size=4), Mode.SSD, pair[0], prompts, params)[0].new_tokens
-    other = run(_settings(pair), Mode.SSD, pair[0], prompts[:1], SamplingParams(max_new_tokens=16, temperature=1.0, seed=8))[0].new_tokens
+    other = run(
+        _settings(pair), Mode.SSD, pair[0], prompts[:1], SamplingParams(max_new_tokens=16, temperature=1.0, seed=8)
+    )[0].new_tokens
     assert alone == together != other
 
 
-def test_greedy_and_sampled_requests_share_a_batch(pair: tuple[Target, Path], prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_greedy_and_sampled_requests_share_a_batch(
+    pair: tuple[Target, Path], prompts: list[list[int]], expected: list[list[int]]
+) -> None:
     with launch(_settings(pair, batch_size=4), Mode.SSD, pair[0], in_process=True) as engine:
         for i, prompt in enumerate(prompts[:4]):
             engine.submit(prompt, SamplingParams(max_new_tokens=NEW, temperature=float(i % 2), seed=i), str(i))
@@ -171,7 +205,9 @@ CHANGED_LOGITS = [
 
 
 @pytest.mark.parametrize("mode", [Mode.SD, Mode.SSD])
-def test_greedy_over_changed_logits_is_the_same_in_every_mode(pair: tuple[Target, Path], prompts: list[list[int]], mode: Mode) -> None:
+def test_greedy_over_changed_logits_is_the_same_in_every_mode(
+    pair: tuple[Target, Path], prompts: list[list[int]], mode: Mode
+) -> None:
     """All kinds and a plain request in one batch, against each alone in mode ar."""
     kinds = [SamplingParams(max_new_tokens=NEW, **changes) for changes in [*CHANGED_LOGITS, {}]]
     alone = [run(_settings(pair), Mode.AR, pair[0], prompts[:1], params)[0].new_tokens for params in kinds]
@@ -180,7 +216,9 @@ def test_greedy_over_changed_logits_is_the_same_in_every_mode(pair: tuple[Target
         names = [engine.submit(prompts[0], params) for params in kinds]
         ended = drain(engine)
     assert [ended[name].new_tokens for name in names] == alone
-    assert any(r.accepted for name in names[:-1] for r in ended[name].rounds), "nothing was accepted under changed logits"
+    assert any(r.accepted for name in names[:-1] for r in ended[name].rounds), (
+        "nothing was accepted under changed logits"
+    )
 
 
 @pytest.mark.parametrize("mode", [Mode.SD, Mode.SSD])
@@ -204,7 +242,9 @@ def test_parameters_that_the_target_cannot_follow_are_refused_by_name(pair: tupl
         engine.submit([5], SamplingParams(logit_bias=((999, 1.0),)))
 
 
-def test_cancelled_requests_leave_nothing_behind(pair: tuple[Target, Path], prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_cancelled_requests_leave_nothing_behind(
+    pair: tuple[Target, Path], prompts: list[list[int]], expected: list[list[int]]
+) -> None:
     with launch(_settings(pair, batch_size=2), Mode.SSD, pair[0], in_process=True) as engine:
         names = [engine.submit(prompt, SamplingParams(max_new_tokens=NEW)) for prompt in prompts[:4]]
         engine.step()
@@ -225,23 +265,34 @@ def test_cancelled_requests_leave_nothing_behind(pair: tuple[Target, Path], prom
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"), [([], "prompt is empty"), (list(range(3, 99)), "max_model_len is 96")], ids=["empty", "too long"]
+    ("prompt", "message"),
+    [([], "prompt is empty"), (list(range(3, 99)), "max_model_len is 96")],
+    ids=["empty", "too long"],
 )
-def test_prompts_that_cannot_run_are_refused_by_name(pair: tuple[Target, Path], prompt: list[int], message: str) -> None:
+def test_prompts_that_cannot_run_are_refused_by_name(
+    pair: tuple[Target, Path], prompt: list[int], message: str
+) -> None:
     with launch(_settings(pair), Mode.AR, pair[0]) as engine, pytest.raises(UserError, match=message):
         engine.submit(prompt, SamplingParams())
 
 
 def test_a_request_larger_than_the_pool_is_refused(pair: tuple[Target, Path]) -> None:
-    with launch(_settings(pair, kv_tokens=32), Mode.AR, pair[0]) as engine, pytest.raises(UserError, match="raise kv_tokens"):
+    with (
+        launch(_settings(pair, kv_tokens=32), Mode.AR, pair[0]) as engine,
+        pytest.raises(UserError, match="raise kv_tokens"),
+    ):
         engine.submit(list(range(3, 30)), SamplingParams(max_new_tokens=60))
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_draft_process_that_is_killed_or_stopped_costs_speed_not_tokens(
-    pair: tuple[Target, Path], prompts: list[list[int]], expected: list[list[int]], fault: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Target, Path],
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    fault: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(infer.drafting, "PATIENCE", 0.5)
+    monkeypatch.setattr(infer.engine.draft_client, "PATIENCE", 0.5)
     with launch(_settings(pair, batch_size=2), Mode.SSD, pair[0]) as engine:
         names = [engine.submit(prompt, SamplingParams(max_new_tokens=NEW)) for prompt in prompts]
         ended: dict[str, Request] = {}
@@ -280,7 +331,9 @@ def _is_zombie(process: int | None) -> bool:
 def test_requests_that_join_while_others_run_do_not_block_the_two_processes(
     pair: tuple[Target, Path], prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    """The drafter sends its answer while the target sends a new request: neither may wait for the other to receive first."""
+    """The drafter sends its answer while the target sends a new request: neither may wait for the other to receive
+    first.
+    """
     with launch(_settings(pair, batch_size=2), Mode.SSD, pair[0]) as engine:
         ended: dict[str, Request] = {}
         names = []

@@ -1,10 +1,11 @@
 """What the engine emits is distributed as the target's own samples after the request's own processing, on every path.
 
-A target over 6 tokens, so that the exact distribution of an answer's first five tokens can be enumerated (1555 contexts, processed
-by the plain twins). Tokens 3 and 4 are compared one by one (6 cells) and as a pair (36 cells): by then a request has had look-ups
-that hit or missed. Power at level 1e-5, w^2 = sum (actual - target)^2 / target: an effect is found with probability 0.9 where
-n w^2 = 54 (pair) or 43 (one token), that is w = 0.23 and 0.21 with n = 1000 answers; the broken verifier below has w > 0.3.
-Cells of which fewer than three answers are expected count as one: alone, one answer too many there would weigh too much at this level.
+A target over 6 tokens, so that the exact distribution of an answer's first five tokens can be enumerated (1555
+contexts, processed by the plain twins). Tokens 3 and 4 are compared one by one (6 cells) and as a pair (36 cells): by
+then a request has had look-ups that hit or missed. Power at level 1e-5, w^2 = sum (actual - target)^2 / target: an
+effect is found with probability 0.9 where n w^2 = 54 (pair) or 43 (one token), that is w = 0.23 and 0.21 with n = 1000
+answers; the broken verifier below has w > 0.3. Cells of which fewer than three answers are expected count as one:
+alone, one answer too many there would weigh too much at this level.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import infer.engine
-from drafters.targets import Target, load_target
+import infer.engine.engine
+from drafters.targets.target import Target, load_target
 from infer.config import EngineSettings, Mode
-from infer.kernels.accept import Verdict, accept_greedy
-from infer.kernels.adjust import Text, adjust_logits_reference
-from infer.kernels.paged_attention import DocumentContext
-from infer.kernels.sample import greedy_ids, process_logits_reference
+from infer.engine.request import Request, SamplingParams, Source
+from infer.kernels.attention.paged import DocumentContext
+from infer.kernels.sampling.accept import Verdict, accept_greedy
+from infer.kernels.sampling.adjust import Text, adjust_logits_reference
+from infer.kernels.sampling.sample import greedy_ids, process_logits_reference
 from infer.launch import launch
-from infer.request import Request, SamplingParams, Source
 from tests.tiny import save_tiny_drafter, save_tiny_target
 from tests.trained import drain
 
@@ -50,7 +51,9 @@ def exact(pair: tuple[Target, Path]) -> Exact:
 
 
 def _logits(target: Target) -> list[Tensor]:
-    """The target's logits after the prompt and each possible answer of 0..4 tokens, [V^n, V] in the order of `product`."""
+    """The target's logits after the prompt and each possible answer of 0..4 tokens, [V^n, V] in the order of
+    `product`.
+    """
     tables = []
     for length in range(LENGTH):
         answers = torch.tensor(list(itertools.product(range(VOCAB), repeat=length)), dtype=torch.int64)
@@ -58,7 +61,9 @@ def _logits(target: Target) -> list[Tensor]:
         positions = torch.arange(ids.shape[1]).expand_as(ids)
         with torch.inference_mode():
             context = DocumentContext(torch.ones_like(ids))
-            tables.append(target.model(input_ids=ids, position_ids=positions, use_cache=False, context=context).logits[:, -1])
+            tables.append(
+                target.model(input_ids=ids, position_ids=positions, use_cache=False, context=context).logits[:, -1]
+            )
     return tables
 
 
@@ -68,7 +73,9 @@ def _exact(logits: list[Tensor], params: SamplingParams) -> Tensor:
     for length, table in enumerate(logits):
         texts = [Text(PROMPT, answer) for answer in itertools.product(range(VOCAB), repeat=length)]
         sampling = params.sampling
-        rows = [adjust_logits_reference(row[None], sampling, text, [[]]) for row, text in zip(table, texts, strict=True)]
+        rows = [
+            adjust_logits_reference(row[None], sampling, text, [[]]) for row, text in zip(table, texts, strict=True)
+        ]
         probs = process_logits_reference(torch.cat(rows), [sampling] * len(rows)).double()
         weights = (weights[:, None] * probs).flatten()
     return weights.view(-1, VOCAB, VOCAB).sum(0)
@@ -78,9 +85,13 @@ PLAIN = SamplingParams(temperature=1.0, max_new_tokens=LENGTH + 2, ignore_eos=Tr
 
 
 def _answers(pair: tuple[Target, Path], mode: Mode, asked: Sequence[SamplingParams], **changes: Any) -> list[Request]:
-    """Finished requests in the order of `asked`; each has its place as seed, unless it names one. They leave the batch one by one."""
+    """Finished requests in the order of `asked`; each has its place as seed, unless it names one. They leave the batch
+    one by one.
+    """
     base = {"lookahead": 2, "budget": 9, "policy": "uniform", "batch_size": 64, "max_model_len": 32}
-    settings = EngineSettings(target="", drafter=str(pair[1]), dtype="float32", target_devices=("cpu",), **{**base, **changes})
+    settings = EngineSettings(
+        target="", drafter=str(pair[1]), dtype="float32", target_devices=("cpu",), **{**base, **changes}
+    )
     with launch(settings, mode, pair[0], in_process=True) as engine:
         names = [engine.submit(PROMPT, _with_place(params, place)) for place, params in enumerate(asked)]
         ended = drain(engine)
@@ -105,7 +116,11 @@ def _p_value(counts: Tensor, expected: Tensor) -> float:
     if bool((counts[expected == 0] > 0).any()):
         return 0.0
     statistic, freedom = _chi_square(counts, expected)
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double())) if freedom else 1.0
+    return (
+        float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double()))
+        if freedom
+        else 1.0
+    )
 
 
 def _p_values(requests: list[Request], exact: Tensor) -> list[float]:
@@ -113,7 +128,11 @@ def _p_values(requests: list[Request], exact: Tensor) -> list[float]:
     counts = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
     counts.index_put_((pairs[:, 0], pairs[:, 1]), torch.ones(len(pairs), dtype=torch.float64), accumulate=True)
     expected = exact * len(requests)
-    return [_p_value(counts, expected), _p_value(counts.sum(1), expected.sum(1)), _p_value(counts.sum(0), expected.sum(0))]
+    return [
+        _p_value(counts, expected),
+        _p_value(counts.sum(1), expected.sum(1)),
+        _p_value(counts.sum(0), expected.sum(0)),
+    ]
 
 
 PATHS = {
@@ -136,7 +155,9 @@ def _check_sources(requests: list[Request], sources: set[Source]) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_answers_are_distributed_as_the_targets_own(pair: tuple[Target, Path], exact: Exact, path: str) -> None:
     mode, changes, sources = PATHS[path]
-    asked = replace(PLAIN, seed=3).choices(ANSWERS) if path == "mixed" else [PLAIN] * ANSWERS  # also as n answers to one prompt
+    asked = (
+        replace(PLAIN, seed=3).choices(ANSWERS) if path == "mixed" else [PLAIN] * ANSWERS
+    )  # also as n answers to one prompt
     requests = _answers(pair, mode, asked, **changes)
     _check_sources(requests, sources)
     p_values = _p_values(requests, exact(PLAIN))
@@ -154,14 +175,26 @@ KINDS = {
     "bias": replace(PLAIN, logit_bias=((2, 1.5), (0, -2.0))),
 }
 KINDS["all"] = replace(
-    PLAIN, temperature=0.8, top_k=5, top_p=0.95, min_p=0.02, frequency_penalty=0.5, repetition_penalty=1.3, logit_bias=((2, 2.0),)
+    PLAIN,
+    temperature=0.8,
+    top_k=5,
+    top_p=0.95,
+    min_p=0.02,
+    frequency_penalty=0.5,
+    repetition_penalty=1.3,
+    logit_bias=((2, 2.0),),
 )
 FEW = 150  # an effect of w = 0.6 is found with probability 0.9
 
 
-def test_each_sampling_parameter_in_a_batch_that_mixes_them_and_greedy(pair: tuple[Target, Path], exact: Exact) -> None:
+def test_each_sampling_parameter_in_a_batch_that_mixes_them_and_greedy(
+    pair: tuple[Target, Path], exact: Exact
+) -> None:
     """Every kind has to be told from plain sampling, or the test would pass with the parameter ignored."""
-    greedy = [replace(PLAIN, temperature=0.0), replace(PLAIN, temperature=0.0, presence_penalty=2.0, repetition_penalty=1.5)]
+    greedy = [
+        replace(PLAIN, temperature=0.0),
+        replace(PLAIN, temperature=0.0, presence_penalty=2.0, repetition_penalty=1.5),
+    ]
     kinds = [*KINDS.values(), *greedy]
     requests = _answers(pair, Mode.SSD, kinds * FEW, budget=7)
     _check_sources(requests, {Source.HIT, Source.JIT})
@@ -179,18 +212,22 @@ def test_each_sampling_parameter_in_a_batch_that_mixes_them_and_greedy(pair: tup
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", PATHS)
-def test_each_sampling_parameter_alone_on_each_path(pair: tuple[Target, Path], exact: Exact, path: str, kind: str) -> None:
+def test_each_sampling_parameter_alone_on_each_path(
+    pair: tuple[Target, Path], exact: Exact, path: str, kind: str
+) -> None:
     mode, changes, _ = PATHS[path]
     p_values = _p_values(_answers(pair, mode, [KINDS[kind]] * FEW, **changes), exact(KINDS[kind]))
     assert min(p_values) > LEVEL, p_values
 
 
-def test_greedy_acceptance_under_sampling_is_found(pair: tuple[Target, Path], exact: Exact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_acceptance_under_sampling_is_found(
+    pair: tuple[Target, Path], exact: Exact, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The reference engine's fault: sampled drafts judged by the argmax."""
 
     def greedy(logits_RV: Tensor, rows: list[Any]) -> list[Verdict]:
         argmax = greedy_ids(logits_RV)
         return [accept_greedy(argmax[row.rows], row.drafted) for row in rows]
 
-    monkeypatch.setattr(infer.engine, "verify_rows", greedy)
+    monkeypatch.setattr(infer.engine.engine, "verify_rows", greedy)
     assert min(_p_values(_answers(pair, Mode.SSD, [PLAIN] * ANSWERS), exact(PLAIN))) < 1e-6

@@ -1,4 +1,6 @@
-"""fp32, greedy: AR, SD and SSD write the same tokens under every policy, fallback, number of refreshes and batch size, all combined."""
+"""fp32, greedy: AR, SD and SSD write the same tokens under every policy, fallback, number of refreshes and batch size,
+all combined.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from drafters.targets import Target
+from drafters.targets.target import Target
 from infer.config import EngineSettings, Mode
-from infer.request import SamplingParams, Source
+from infer.engine.request import SamplingParams, Source
 from tests.trained import random_prompts, run
 
 NEW = 24
@@ -22,7 +24,9 @@ ALL = list(itertools.product(POLICIES, FALLBACKS, REFRESHES, BATCHES))
 def prompts(pair: tuple[Target, Path]) -> list[list[int]]:
     """Sixteen: a full batch of the largest size; half of them the drafter was trained on."""
     vocab = pair[0].facts.vocab_size
-    return random_prompts(48, 4, vocab, seed=5)[:8] + [random_prompts(1, n, vocab, seed=n)[0] for n in (1, 2, 15, 16, 17, 31, 32, 33)]
+    return random_prompts(48, 4, vocab, seed=5)[:8] + [
+        random_prompts(1, n, vocab, seed=n)[0] for n in (1, 2, 15, 16, 17, 31, 32, 33)
+    ]
 
 
 def _settings(pair: tuple[Target, Path], **changes: Any) -> EngineSettings:
@@ -38,7 +42,9 @@ def test_every_combination_writes_the_same_tokens(pair: tuple[Target, Path], pro
     wrong = {}
     for batch_size in BATCHES:
         for mode in (Mode.AR, Mode.SD):
-            if [r.new_tokens for r in run(_settings(pair, batch_size=batch_size), mode, pair[0], prompts, params)] != expected:
+            if [
+                r.new_tokens for r in run(_settings(pair, batch_size=batch_size), mode, pair[0], prompts, params)
+            ] != expected:
                 wrong[mode, batch_size] = "differs"
     for policy, fallback, refresh, batch_size in ALL:
         settings = _settings(pair, policy=policy, fallback=fallback, refresh=refresh, batch_size=batch_size)

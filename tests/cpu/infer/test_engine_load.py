@@ -1,4 +1,6 @@
-"""The engine under load gives the tokens it gives alone: chunked prompts, a pool too small for all, cached beginnings, cancels, limits."""
+"""The engine under load gives the tokens it gives alone: chunked prompts, a pool too small for all, cached beginnings,
+cancels, limits.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from drafters.targets import Target
+from drafters.targets.target import Target
 from infer.config import EngineSettings, Mode
-from infer.engine import Engine
+from infer.engine.engine import Engine
+from infer.engine.request import FinishReason, Request, SamplingParams
 from infer.launch import launch
-from infer.request import FinishReason, Request, SamplingParams
 from tests.trained import drain, random_prompts, run
 
 NEW, BLOCK = 24, 16
@@ -22,7 +24,9 @@ GREEDY = SamplingParams(max_new_tokens=NEW)
 def prompts(pair: tuple[Target, Path]) -> list[list[int]]:
     """Lengths around blocks and chunks of 16; the first three the drafter was trained on."""
     vocab = pair[0].facts.vocab_size
-    return random_prompts(6, 4, vocab, seed=5)[:3] + [random_prompts(1, n, vocab, seed=n)[0] for n in (15, 16, 17, 40, 47, 48, 49)]
+    return random_prompts(6, 4, vocab, seed=5)[:3] + [
+        random_prompts(1, n, vocab, seed=n)[0] for n in (15, 16, 17, 40, 47, 48, 49)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,9 @@ def test_the_first_token_is_shown_in_the_round_that_sampled_it(
     with _engine(pair, prefill_tokens=16) as engine:
         engine.submit(prompts[6], GREEDY)
         shown = [[list(output.new_token_ids) for output in engine.step()] for _ in range(3)]
-        assert shown == [[], [], [expected[6][:1]]], "40 tokens are three chunks; the last one's forward gives the first token"
+        assert shown == [[], [], [expected[6][:1]]], (
+            "40 tokens are three chunks; the last one's forward gives the first token"
+        )
         assert engine.drafting._channel.worker.requests == {}, "it is shown before its speculation is drafted"  # type: ignore[union-attr]
 
 
@@ -90,12 +96,16 @@ def test_a_pool_too_small_for_all_loses_and_repeats_no_token(
             engine.check()
         assert mode is Mode.AR or _drafter_is_idle(engine)
     assert [ended[name].new_tokens for name in names] == [shown[name] for name in names] == expected
-    assert any(len(seat.request.prompt_ids) < seat.computed for seat in preempted), "nobody was sent away in the middle of an answer"
+    assert any(len(seat.request.prompt_ids) < seat.computed for seat in preempted), (
+        "nobody was sent away in the middle of an answer"
+    )
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
 @pytest.mark.parametrize("mode", list(Mode))
-def test_a_prompt_that_was_there_before_is_computed_from_its_last_full_block_on(pair: tuple[Target, Path], mode: Mode, length: int) -> None:
+def test_a_prompt_that_was_there_before_is_computed_from_its_last_full_block_on(
+    pair: tuple[Target, Path], mode: Mode, length: int
+) -> None:
     prompt = random_prompts(1, length, pair[0].facts.vocab_size, seed=length)[0]
     alone = run(_settings(pair, prefix_cache=False), mode, pair[0], [prompt], GREEDY)[0].new_tokens
     with _engine(pair, mode) as engine:
@@ -107,11 +117,15 @@ def test_a_prompt_that_was_there_before_is_computed_from_its_last_full_block_on(
         if mode is not Mode.AR:
             worker = engine.drafting._channel.worker  # type: ignore[union-attr]
             found = worker.model.blocks.find(prompt[0], prompt[1:], 9)
-            assert len(found) == (length - 1) // BLOCK, "the drafter keeps what the target keeps: full blocks of true slots"
+            assert len(found) == (length - 1) // BLOCK, (
+                "the drafter keeps what the target keeps: full blocks of true slots"
+            )
             assert _drafter_is_idle(engine)
 
 
-def test_a_second_turn_hits_on_both_sides_and_changes_no_token(pair: tuple[Target, Path], prompts: list[list[int]]) -> None:
+def test_a_second_turn_hits_on_both_sides_and_changes_no_token(
+    pair: tuple[Target, Path], prompts: list[list[int]]
+) -> None:
     params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
     with _engine(pair) as engine:
         first = _answer(engine, prompts[6], params)
@@ -123,7 +137,9 @@ def test_a_second_turn_hits_on_both_sides_and_changes_no_token(pair: tuple[Targe
     with _engine(pair, prefix_cache=False) as engine:
         fresh = _answer(engine, second, params)
     assert cached.new_tokens == fresh.new_tokens
-    assert [r.accepted for r in cached.rounds] == [r.accepted for r in fresh.rounds], "its speculations are the same too"
+    assert [r.accepted for r in cached.rounds] == [r.accepted for r in fresh.rounds], (
+        "its speculations are the same too"
+    )
 
 
 def test_a_beginning_that_only_the_target_has_is_drafted_from_its_kept_features(
@@ -161,7 +177,9 @@ def test_a_cancel_at_any_round_leaves_nothing_behind(
 
 @pytest.mark.parametrize("mode", [Mode.SD, Mode.SSD])
 def test_every_length_around_the_context_limit(pair: tuple[Target, Path], mode: Mode) -> None:
-    """Prompts of max_len - K - 2 .. max_len + 1 tokens: the answer is AR's, exactly as long as fits; what leaves no room is refused."""
+    """Prompts of max_len - K - 2 .. max_len + 1 tokens: the answer is AR's, exactly as long as fits; what leaves no
+    room is refused.
+    """
     limit, lookahead = 48, 5
     params = SamplingParams(max_new_tokens=99, ignore_eos=True)
     changes = {"max_model_len": limit, "lookahead": lookahead, "batch_size": 4}

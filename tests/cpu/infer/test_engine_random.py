@@ -1,8 +1,8 @@
 """Random lives of an engine against a plain model of what must hold.
 
-Requests come, are cancelled, preempted and find beginnings again; the drafter stalls, dies and comes back, in any order. After every
-step: shown tokens are the ones that have to come, in order, none twice; both sides' books are right; at the end everything is free.
-Reads that find a wrong key fail where they happen (`simulation`).
+Requests come, are cancelled, preempted and find beginnings again; the drafter stalls, dies and comes back, in any
+order. After every step: shown tokens are the ones that have to come, in order, none twice; both sides' books are
+right; at the end everything is free. Reads that find a wrong key fail where they happen (`simulation`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,20 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-import infer.drafting as drafting_module
-from drafters.errors import UserError
+import infer.engine.draft_client as drafting_module
+from drafters.base.errors import UserError
 from infer.config import Mode
-from infer.drafting import DraftState
-from infer.request import FinishReason, SamplingParams
+from infer.engine.draft_client import DraftState
+from infer.engine.request import FinishReason, SamplingParams
 from tests.cpu.infer.simulation import END, Simulation, answer
 from tests.trained import drain
 
@@ -38,7 +45,9 @@ class Clock:
 
 
 class EngineLife(RuleBasedStateMachine):
-    """What may happen to an engine between two rounds, and the plain model: what each request has to answer, and what it has shown."""
+    """What may happen to an engine between two rounds, and the plain model: what each request has to answer, and what
+    it has shown.
+    """
 
     steps = 0  # of all lives
 
@@ -153,7 +162,9 @@ class EngineLife(RuleBasedStateMachine):
                 self.sim.engine.submit(prompt, params, name)
             return
         self.sim.engine.submit(prompt, params, name)
-        self.expected[name] = answer(prompt, min(most, limit - len(prompt)), frozenset() if ignore_eos else frozenset({END}))
+        self.expected[name] = answer(
+            prompt, min(most, limit - len(prompt)), frozenset() if ignore_eos else frozenset({END})
+        )
         self.shown[name], self.prompts[name] = [], prompt
         self.running.append(name)
 
@@ -186,7 +197,9 @@ class EngineLife(RuleBasedStateMachine):
 def _live(lives: int, steps: int) -> None:
     before = drafting_module.time
     too_slow = [HealthCheck.too_slow, HealthCheck.filter_too_much]
-    how = settings(max_examples=lives, stateful_step_count=steps, deadline=None, suppress_health_check=too_slow, database=None)
+    how = settings(
+        max_examples=lives, stateful_step_count=steps, deadline=None, suppress_health_check=too_slow, database=None
+    )
     try:
         run_state_machine_as_test(EngineLife, settings=how)
     finally:

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from drafters.base.errors import EXIT_INTERRUPTED, UserError, run_command
 from drafters.eagle3_ssd.speed import PairedTokens
-from drafters.errors import EXIT_INTERRUPTED, UserError, run_command
-from infer import evaluate, retention
+from infer import evaluate
 from infer.config import EngineSettings, Mode
 from infer.console import Interrupt
-from infer.request import FinishReason, Request, RequestOutput, SamplingParams
-from infer.results import Measured, parting_margin, write_json
+from infer.engine.request import FinishReason, Request, RequestOutput, SamplingParams
+from infer.evaluation import retention
+from infer.evaluation.results import Measured, parting_margin, write_json
 from tests.cpu.infer.recipe import target_of, write_recipe
 from tests.tiny import tiny_model
 
@@ -40,7 +41,9 @@ def run(*arguments: object) -> int:
 
 
 def plan(recipe: Path, *arguments: str) -> list[evaluate.Run]:
-    return evaluate.plan_runs(evaluate.parse(["--recipe", str(recipe), "--prompts", "p.jsonl", "--out", "o", *arguments]))
+    return evaluate.plan_runs(
+        evaluate.parse(["--recipe", str(recipe), "--prompts", "p.jsonl", "--out", "o", *arguments])
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +71,13 @@ def test_results_hold_the_documented_fields(results: dict[str, Any]) -> None:
 
 def test_results_fit_together(results: dict[str, Any]) -> None:
     ar, sd, ssd, beside, _ = results["runs"]
-    assert [record["label"] for record in results["runs"]] == ["ar", "sd", "ssd", "ar target_threads=1", "transformers"]
+    assert [record["label"] for record in results["runs"]] == [
+        "ar",
+        "sd",
+        "ssd",
+        "ar target_threads=1",
+        "transformers",
+    ]
     assert (sd["settings"]["lookahead"], ssd["settings"]["lookahead"]) == (2, 3)
     for record in results["runs"]:
         assert [output["id"] for output in record["outputs"]] == ["p0", "p1", "p2"]
@@ -129,7 +138,9 @@ def test_the_more_particular_setting_wins(recipe: Path, tmp_path: Path) -> None:
     assert lookaheads("lookahead=5", "--set", "ssd:lookahead=9") == [5, 5, 9]
     assert lookaheads("--modes", "sd", "--beside", "sd lookahead=1") == [7, 1]
     assert plan(with_modes)[1].settings.budget == 70
-    assert plan(with_modes, "batch_size=4", "--dtype", "bfloat16")[0].settings.model_dump(include={"batch_size", "dtype"}) == {
+    assert plan(with_modes, "batch_size=4", "--dtype", "bfloat16")[0].settings.model_dump(
+        include={"batch_size", "dtype"}
+    ) == {
         "batch_size": 1,  # one request at a time is what is measured
         "dtype": "bfloat16",
     }
@@ -167,7 +178,9 @@ def test_a_wrong_modes_part_names_the_recipe(recipe: Path, tmp_path: Path, bad: 
         plan(wrong)
 
 
-def test_mistakes_end_the_command_with_one_line(recipe: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_end_the_command_with_one_line(
+    recipe: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     for arguments, message in (
         (["--prompts", "nowhere.jsonl", "--out", tmp_path], "nowhere.jsonl"),
@@ -264,7 +277,9 @@ def test_nothing_is_replayed_after_an_interrupted_measurement(monkeypatch: pytes
     assert evaluate.replay_hits(measured, None, interrupt) == {} and not replayed  # type: ignore[arg-type]
 
 
-def test_a_long_label_costs_no_figure(results: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_label_costs_no_figure(
+    results: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     label = "ssd lookahead=5 budget=18 fallback_lookahead=5 draft_threads=2 target_devices=[cpu:0]"
     runs = [{**record, "label": label, "tokens_per_second": 1234.5} for record in results["runs"]]

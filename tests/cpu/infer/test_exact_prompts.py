@@ -1,4 +1,6 @@
-"""fp32, greedy, on the real target: AR, SD and SSD write the same tokens in ten settings (`exact`) on questions the drafter never saw."""
+"""fp32, greedy, on the real target: AR, SD and SSD write the same tokens in ten settings (`exact`) on questions the
+drafter never saw.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import itertools
 
 import pytest
 
-from drafters.targets import load_target
+from drafters.targets.target import load_target
 from infer.config import Mode
 from tests.cpu.infer.exact import SETTINGS, TARGET, is_exact, prompts_of, write
 
@@ -26,6 +28,8 @@ def test_modes_write_the_same_tokens_in_every_setting() -> None:
     prompts = prompts_of(target, QUESTIONS)
     expected = write(target, prompts, NEW, Mode.AR).answers
     outcomes = {"sd": write(target, prompts, NEW, Mode.SD, expected)}
-    outcomes |= {str(tuple(setting)): write(target, prompts, NEW, Mode.SSD, expected, **setting.changes) for setting in SETTINGS}
+    outcomes |= {
+        str(tuple(setting)): write(target, prompts, NEW, Mode.SSD, expected, **setting.changes) for setting in SETTINGS
+    }
     assert all(map(is_exact, outcomes.values())), {name: outcome.partings for name, outcome in outcomes.items()}
     assert any(outcome.preempted for outcome in outcomes.values()), "nobody was ever sent away"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.fallback import Fallback, NgramIndex, ngram_propose
+from infer.draft.fallback import Fallback, NgramIndex, ngram_propose
 
 
 @pytest.mark.parametrize(

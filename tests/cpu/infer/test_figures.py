@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from infer import figures
-from infer.request import RoundRecord, Source
+from infer.engine.request import RoundRecord, Source
+from infer.evaluation import figures
 
 
 @dataclass
@@ -21,7 +21,9 @@ class Answer:
     prefill_seconds: float = 0.5
 
 
-def record(source: Source, accepted: int, offered: int = 3, verify: float = 0.02, wait: float = 0.0, draft: float = 0.01) -> RoundRecord:
+def record(
+    source: Source, accepted: int, offered: int = 3, verify: float = 0.02, wait: float = 0.0, draft: float = 0.01
+) -> RoundRecord:
     return RoundRecord(source, offered, accepted, accepted + 1, verify, wait, draft)
 
 
@@ -82,7 +84,9 @@ def test_a_ratio_that_is_the_same_on_each_prompt_has_no_width() -> None:
 
 
 def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
-    """100 experiments of 24 prompts with a true ratio of 1.5: fewer than 85 covered has a probability below 1e-3 at 93 %."""
+    """100 experiments of 24 prompts with a true ratio of 1.5: fewer than 85 covered has a probability below 1e-3 at 93
+    %.
+    """
     generator = np.random.default_rng(7)
     covered = 0
     for number in range(100):
@@ -104,14 +108,24 @@ def test_pairs_have_to_be_pairs() -> None:
 
 @pytest.mark.parametrize(
     ("first", "second", "parting"),
-    [([1, 2, 3], [1, 5], (1, 2, 5)), ([1, 2], [1, 2], None), ([1, 2], [1], (1, 2, None)), ([], [4], (0, None, 4)), ([], [], None)],
+    [
+        ([1, 2, 3], [1, 5], (1, 2, 5)),
+        ([1, 2], [1, 2], None),
+        ([1, 2], [1], (1, 2, None)),
+        ([], [4], (0, None, 4)),
+        ([], [], None),
+    ],
 )
-def test_first_parting(first: list[int], second: list[int], parting: tuple[int, int | None, int | None] | None) -> None:
+def test_first_parting(
+    first: list[int], second: list[int], parting: tuple[int, int | None, int | None] | None
+) -> None:
     assert figures.first_parting(first, second) == parting
 
 
 def test_the_prediction_is_exact_where_rounds_are_as_the_formula_assumes() -> None:
-    """AR 16 ms; SD 17 + 6 ms, 3 tokens; SSD 18 ms, a hit gives 4 tokens, a miss 2 and waits 5 ms for its answer; all hidden."""
+    """AR 16 ms; SD 17 + 6 ms, 3 tokens; SSD 18 ms, a hit gives 4 tokens, a miss 2 and waits 5 ms for its answer; all
+    hidden.
+    """
     ar = [Answer([1] * 101, 1.6, [RoundRecord(Source.NONE, 0, 0, 1, 0.016, 0.0, 0.0)] * 100)]
     sd = [Answer([1] * 301, 2.3, [RoundRecord(Source.SYNC, 3, 2, 3, 0.017, 0.0, 0.006)] * 100)]
     hits = [RoundRecord(Source.HIT, 3, 3, 4, 0.018, 0.0, 0.012)] * 75

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from data.render import render_prompt
-from drafters.errors import run_command
+from data.chat.render import render_prompt
+from drafters.base.errors import run_command
 from infer import generate
 from infer.config import EngineSettings
 from tests.cpu.infer.recipe import target_of, write_recipe
@@ -58,7 +58,9 @@ def test_text_is_printed_and_figures_go_to_stderr(recipe: Path, capsys: pytest.C
     assert "12 tokens" in captured.err
 
 
-def test_a_seed_repeats_a_sampled_answer_and_another_does_not(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_seed_repeats_a_sampled_answer_and_another_does_not(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ask = ("--recipe", recipe, "--prompt", "Hi", "--max-new-tokens", 12, "--mode", "ar", "--temperature", 1, "--seed")
     first, again, other = (json_of(capsys, *ask, seed)["token_ids"] for seed in (5, 5, 6))
     assert first == again
@@ -66,24 +68,43 @@ def test_a_seed_repeats_a_sampled_answer_and_another_does_not(recipe: Path, caps
 
 
 def test_several_answers_have_seeds_of_their_own(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ask = ("--recipe", recipe, "--prompt", "Hi", "--max-new-tokens", 8, "--mode", "sd", "--temperature", 1, "--seed", 5)
+    ask = (
+        "--recipe",
+        recipe,
+        "--prompt",
+        "Hi",
+        "--max-new-tokens",
+        8,
+        "--mode",
+        "sd",
+        "--temperature",
+        1,
+        "--seed",
+        5,
+    )
     answers = json_of(capsys, *ask, "--n", 3)["answers"]
     assert len({tuple(answer["token_ids"]) for answer in answers}) == 3
     assert answers[0]["token_ids"] == json_of(capsys, *ask)["token_ids"]
 
 
-def test_penalties_bias_stop_strings_and_log_probabilities_are_heeded(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_penalties_bias_stop_strings_and_log_probabilities_are_heeded(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ask = ("--recipe", recipe, "--prompt", "Hi", "--max-new-tokens", 8, "--mode", "ar")
     letter = target_of(recipe).tokenizer.convert_tokens_to_ids("x")
     assert json_of(capsys, *ask, "--logit-bias", f"{letter}:100")["text"] == "xxxxxxxx"
-    penalised = json_of(capsys, *ask, "--logit-bias", f"{letter}:20", "--presence-penalty", 2, "--frequency-penalty", 2)["text"]
+    penalised = json_of(
+        capsys, *ask, "--logit-bias", f"{letter}:20", "--presence-penalty", 2, "--frequency-penalty", 2
+    )["text"]
     assert penalised.startswith("x") and penalised != "xxxxxxxx"
     cut = json_of(capsys, *ask, "--logit-bias", f"{letter}:100", "--stop", "never", "--stop", "xxx", "--logprobs", 2)
     assert (cut["text"], cut["new_tokens"], cut["finish_reason"]) == ("", 3, "stop")
     assert [(own["token"], len(own["top"])) for own in cut["logprobs"]] == [(letter, 2)] * 3
 
 
-def test_answers_follow_a_regular_expression_or_a_schema(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_follow_a_regular_expression_or_a_schema(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ask = ("--recipe", recipe, "--prompt", "Hi", "--max-new-tokens", 60, "--mode", "sd")
     assert re.fullmatch("[ab]{5}", json_of(capsys, *ask, "--regex", "[ab]{5}")["text"])
     schema = '{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": false}'
@@ -132,7 +153,9 @@ def test_a_chat_that_grows_too_long_says_so_and_goes_on(
     assert conversation.asked[1] == [("user", "short")]
 
 
-def test_ctrl_c_ends_the_answer_and_not_the_chat(recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_the_answer_and_not_the_chat(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     conversation, show, shown = Conversation(monkeypatch), generate.show, []
 
     def show_and_interrupt(piece: str) -> None:
@@ -165,7 +188,10 @@ def test_ctrl_c_without_a_chat_ends_the_command(recipe: Path, monkeypatch: pytes
         (["--prompt", "x", "drafter=nowhere"], "no such file: nowhere/config.json"),
         (["--prompt", "x", "drafter=null"], "setting 'drafter' is missing"),
         (["--prompt", "x", "--mode", "fast"], "argument --mode: invalid choice: 'fast'"),
-        (["--prompt", "x", "--max-new-token", "4"], "unknown option '--max-new-token': did you mean '--max-new-tokens'?"),
+        (
+            ["--prompt", "x", "--max-new-token", "4"],
+            "unknown option '--max-new-token': did you mean '--max-new-tokens'?",
+        ),
         (["--prompt", "x", "--max-new-tokens", "0", "--mode", "ar"], "max_new_tokens = 0"),
         (["--prompt", "x", "--temperature", "-1", "--mode", "ar"], "temperature = -1.0"),
         (["--json"], "--json needs a --prompt"),
@@ -177,7 +203,9 @@ def test_ctrl_c_without_a_chat_ends_the_command(recipe: Path, monkeypatch: pytes
         (["--prompt", "x", "--mode", "ar", "target=nowhere"], "nowhere"),
     ],
 )
-def test_a_mistake_gets_one_line(recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_a_mistake_gets_one_line(
+    recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     mode = [] if "--mode" in arguments else ["--mode", "sd"]
     assert run("--recipe", recipe, *mode, *arguments) == 2
     captured = capsys.readouterr()

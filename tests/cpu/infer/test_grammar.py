@@ -1,4 +1,6 @@
-"""Constrained output: every answer follows its grammar, exactly, in every mode; what is rejected leaves no trace in the state."""
+"""Constrained output: every answer follows its grammar, exactly, in every mode; what is rejected leaves no trace in
+the state.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,22 @@ import pytest
 import torch
 from torch import Tensor
 
-import infer.draft_draws
-from drafters.errors import UserError
-from drafters.targets import Target, load_target
+import infer.draft.draws
+from drafters.base.errors import UserError
+from drafters.targets.target import Target, load_target
 from infer.config import EngineSettings, Mode
-from infer.grammar import Grammars, GrammarState, Vocabulary, choice_grammar, json_grammar, lark_grammar, regex_grammar
-from infer.kernels.paged_attention import DocumentContext
+from infer.engine.request import FinishReason, Request, SamplingParams, Source
+from infer.kernels.attention.paged import DocumentContext
 from infer.launch import launch
-from infer.request import FinishReason, Request, SamplingParams, Source
+from infer.text.grammar import (
+    Grammars,
+    GrammarState,
+    Vocabulary,
+    choice_grammar,
+    json_grammar,
+    lark_grammar,
+    regex_grammar,
+)
 from tests.tiny import save_tiny_drafter, save_tiny_target
 from tests.trained import drain
 
@@ -53,8 +63,17 @@ def _text(target: Target, request: Request) -> str:
 def _answers(
     pair: tuple[Target, Path], mode: Mode, asked: Sequence[SamplingParams], in_process: bool = True, **changes: Any
 ) -> list[Request]:
-    base = {"lookahead": 3, "budget": 8, "policy": "uniform", "batch_size": 8, "max_model_len": 96, "draft_devices": ("cpu",)}
-    settings = EngineSettings(target="", drafter=str(pair[1]), dtype="float32", target_devices=("cpu",), **{**base, **changes})
+    base = {
+        "lookahead": 3,
+        "budget": 8,
+        "policy": "uniform",
+        "batch_size": 8,
+        "max_model_len": 96,
+        "draft_devices": ("cpu",),
+    }
+    settings = EngineSettings(
+        target="", drafter=str(pair[1]), dtype="float32", target_devices=("cpu",), **{**base, **changes}
+    )
     with launch(settings, mode, pair[0], in_process=in_process) as engine:
         names = [engine.submit(PROMPT, params) for params in asked]
         ended = drain(engine)
@@ -93,7 +112,9 @@ def test_looking_ahead_equals_new_states_and_leaves_no_trace(pair: tuple[Target,
 
 
 @pytest.mark.parametrize("fallback", ["jit", "ngram", "none"])
-def test_every_mode_gives_the_same_greedy_answer_and_it_follows_the_grammar(pair: tuple[Target, Path], fallback: str) -> None:
+def test_every_mode_gives_the_same_greedy_answer_and_it_follows_the_grammar(
+    pair: tuple[Target, Path], fallback: str
+) -> None:
     """Constrained and free requests, greedy and sampled, share a batch."""
     constrained = SamplingParams(max_new_tokens=40, grammar=regex_grammar(f"{PAIRS}{{2,12}}"))
     asked = [
@@ -108,7 +129,9 @@ def test_every_mode_gives_the_same_greedy_answer_and_it_follows_the_grammar(pair
         requests = _answers(pair, mode, asked, fallback=fallback)
         assert [requests[i].new_tokens for i in (0, 1, 3)] == [alone[i] for i in (0, 1, 3)]
         for i, pattern in ((0, f"{PAIRS}{{2,12}}"), (2, f"{PAIRS}{{2,12}}"), (3, "yes, surely|no(thing of that)?")):
-            assert requests[i].finish_reason is FinishReason.STOP and re.fullmatch(pattern, _text(pair[0], requests[i]))
+            assert requests[i].finish_reason is FinishReason.STOP and re.fullmatch(
+                pattern, _text(pair[0], requests[i])
+            )
         rounds = [r for i in (0, 2, 3) for r in requests[i].rounds]
         assert any(r.accepted for r in rounds)
         assert mode is Mode.SD or any(r.source is Source.HIT and r.accepted for r in rounds)
@@ -124,7 +147,11 @@ def _exact(target: Target, letters: list[int], length: int) -> dict[tuple[int, .
             ids = torch.tensor([[*PROMPT, *text]])
             with torch.inference_mode():
                 context, positions = DocumentContext(torch.ones_like(ids)), torch.arange(ids.shape[1])[None]
-                logits = target.model(input_ids=ids, position_ids=positions, use_cache=False, context=context).logits[0, -1].double()
+                logits = (
+                    target.model(input_ids=ids, position_ids=positions, use_cache=False, context=context)
+                    .logits[0, -1]
+                    .double()
+                )
             allowed = following[text[-1]] if place % 2 else letters
             for token, share in zip(allowed, logits[allowed].softmax(-1).tolist(), strict=True):
                 grown[(*text, token)] = p * share
@@ -138,7 +165,9 @@ def _p_value(requests: Sequence[Request], exact: dict[tuple[int, ...], float], l
     if not set(texts) <= set(exact):
         return 0.0
     statistic = sum((texts.count(text) - len(texts) * p) ** 2 / (len(texts) * p) for text, p in exact.items())
-    return float(torch.special.gammaincc(torch.tensor((len(exact) - 1) / 2).double(), torch.tensor(statistic / 2).double()))
+    return float(
+        torch.special.gammaincc(torch.tensor((len(exact) - 1) / 2).double(), torch.tensor(statistic / 2).double())
+    )
 
 
 PATHS = {
@@ -152,7 +181,9 @@ PATHS = {
 LENGTH, ANSWERS = 4, 300
 
 
-@pytest.mark.parametrize("path", ["mixed", *(pytest.param(name, marks=pytest.mark.long) for name in PATHS if name != "mixed")])
+@pytest.mark.parametrize(
+    "path", ["mixed", *(pytest.param(name, marks=pytest.mark.long) for name in PATHS if name != "mixed")]
+)
 def test_constrained_answers_are_distributed_as_the_masked_target(pair: tuple[Target, Path], path: str) -> None:
     """36 texts of 4 tokens. With n = 300 at level 1e-5, w = 0.42 is found with probability 0.9."""
     mode, changes = PATHS[path]
@@ -163,7 +194,9 @@ def test_constrained_answers_are_distributed_as_the_masked_target(pair: tuple[Ta
     assert path == "none" or any(r.accepted for request in requests for r in request.rounds)
 
 
-def test_masks_of_the_committed_state_alone_are_found(pair: tuple[Target, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_of_the_committed_state_alone_are_found(
+    pair: tuple[Target, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Broken on purpose: p_j masked as p_0."""
     allowed = GrammarState.allowed
     monkeypatch.setattr(GrammarState, "allowed", lambda self, paths: allowed(self, [[]] * len(paths)))
@@ -177,19 +210,23 @@ def test_the_drafter_is_masked_too(pair: tuple[Target, Path], monkeypatch: pytes
 
     def figures() -> tuple[float, float]:
         params = SamplingParams(max_new_tokens=40, temperature=1.0, grammar=regex_grammar(f"{PAIRS}{{20}}"))
-        rounds = [r for q in _answers(pair, Mode.SSD, [replace(params, seed=seed) for seed in range(8)]) for r in q.rounds]
+        rounds = [
+            r for q in _answers(pair, Mode.SSD, [replace(params, seed=seed) for seed in range(8)]) for r in q.rounds
+        ]
         hits = [r.source is Source.HIT for r in rounds if r.source is not Source.FIRST]
         return sum(r.accepted for r in rounds) / sum(r.offered for r in rounds), sum(hits) / len(hits)
 
     accepted, hits = figures()
-    monkeypatch.setattr(infer.draft_draws, "mask_logits", lambda logits, allowed: None)
+    monkeypatch.setattr(infer.draft.draws, "mask_logits", lambda logits, allowed: None)
     unmasked_accepted, unmasked_hits = figures()
     assert accepted > 0.25 > 5 * unmasked_accepted
     assert hits > 0.6 > 2 * unmasked_hits
 
 
 def test_constrained_answers_survive_preemption(pair: tuple[Target, Path]) -> None:
-    """A pool too small for all: who is sent away comes back with grammar and log-probabilities as they were, on both sides."""
+    """A pool too small for all: who is sent away comes back with grammar and log-probabilities as they were, on both
+    sides.
+    """
     params = SamplingParams(max_new_tokens=40, grammar=regex_grammar(f"{PAIRS}{{15}}"), logprobs=1)
     asked = [replace(params, logit_bias=((letter, 1.0),)) for letter in _ids(pair[0], "abc")]
     alone = _answers(pair, Mode.AR, asked)
@@ -214,7 +251,10 @@ def test_constrained_answers_survive_preemption(pair: tuple[Target, Path]) -> No
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -231,7 +271,10 @@ def test_a_json_schema_is_followed(pair: tuple[Target, Path], mode: Mode, caplog
 
 
 def test_a_draft_process_reads_grammars_too(pair: tuple[Target, Path]) -> None:
-    asked = [SamplingParams(max_new_tokens=30, grammar=regex_grammar(f"{PAIRS}{{9}}")), SamplingParams(max_new_tokens=20)]
+    asked = [
+        SamplingParams(max_new_tokens=30, grammar=regex_grammar(f"{PAIRS}{{9}}")),
+        SamplingParams(max_new_tokens=20),
+    ]
     inside, outside = (_answers(pair, Mode.SSD, asked, in_process=here) for here in (True, False))
     assert [request.new_tokens for request in outside] == [request.new_tokens for request in inside]
     assert any(r.source is Source.HIT for r in outside[0].rounds)

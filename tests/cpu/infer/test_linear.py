@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from infer.kernels.linear import FusedFollower, FusedLeader, PackedLinear, can_pack, fuse, pack
+from infer.kernels.linear.packed import FusedFollower, FusedLeader, PackedLinear, can_pack, fuse, pack
 
 ROWS = [1, 2, 5, 17]
 
@@ -78,7 +78,9 @@ def test_fused_weights_stand_in_the_module_once() -> None:
     attention = Attention(torch.float32)
     fuse(attention, ["q_proj", "k_proj", "v_proj"])
     assert isinstance(attention.q_proj, FusedLeader) and isinstance(attention.k_proj, FusedFollower)
-    assert [name for name, module in attention.named_modules() if isinstance(module, PackedLinear)] == ["q_proj.linear"]
+    assert [name for name, module in attention.named_modules() if isinstance(module, PackedLinear)] == [
+        "q_proj.linear"
+    ]
 
 
 class Unlike(nn.Linear):

@@ -1,4 +1,6 @@
-"""The offline API on a tiny target: what the engine says, in order; streams; figures; mistakes by number; the example of the docstring."""
+"""The offline API on a tiny target: what the engine says, in order; streams; figures; mistakes by number; the example
+of the docstring.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import infer.llm
-from drafters.errors import UserError
+from drafters.base.errors import UserError
 from infer.llm import LLM, Answer, Prompt, SamplingParams
 from tests.cpu.infer.recipe import write_recipe
 
@@ -30,7 +32,9 @@ def llm(recipe: Path) -> Iterator[LLM]:
 def test_many_prompts_are_answered_in_order_as_each_alone(llm: LLM) -> None:
     prompts: list[Prompt] = ["abc", "the second prompt", [70, 71, 72], "d"] * 3
     answers = llm.generate(prompts, SHORT)
-    assert [answer.token_ids for answer in answers] == [llm.generate([prompt], SHORT)[0].token_ids for prompt in prompts]
+    assert [answer.token_ids for answer in answers] == [
+        llm.generate([prompt], SHORT)[0].token_ids for prompt in prompts
+    ]
     assert answers[2].prompt_ids == (70, 71, 72)
     assert answers[0].text == llm.engine.target.tokenizer.decode(answers[0].token_ids, skip_special_tokens=True)
     assert llm.generate([], SHORT) == []
@@ -61,7 +65,10 @@ def test_pieces_make_the_answer_and_the_last_one_brings_it(llm: LLM) -> None:
         assert [piece.answer is not None for piece in own] == [False] * (len(own) - 1) + [True]
         assert len(own[0].token_ids) == 1, "the first token is not held back"
     chats = list(llm.stream_chat([{"role": "user", "content": "hi"}], SHORT))
-    assert chats[-1].answer is not None and chats[-1].answer.token_ids == llm.chat([{"role": "user", "content": "hi"}], SHORT).token_ids
+    assert (
+        chats[-1].answer is not None
+        and chats[-1].answer.token_ids == llm.chat([{"role": "user", "content": "hi"}], SHORT).token_ids
+    )
 
 
 def test_two_streams_may_be_read_in_turns(llm: LLM) -> None:

@@ -1,4 +1,6 @@
-"""Log-probabilities are the target's own, in every mode: those of transformers on the finished text, within 1e-4 in fp32."""
+"""Log-probabilities are the target's own, in every mode: those of transformers on the finished text, within 1e-4 in
+fp32.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from drafters.targets import Target, load_target
+from drafters.targets.target import Target, load_target
 from infer.config import EngineSettings, Mode
-from infer.kernels.logprobs import token_logprobs
+from infer.engine.request import Request, SamplingParams
+from infer.kernels.sampling.logprobs import token_logprobs
 from infer.launch import launch
-from infer.request import Request, SamplingParams
 from tests.tiny import save_tiny_drafter, save_tiny_target
 from tests.trained import drain
 
@@ -22,7 +24,9 @@ PROMPTS = [[1, 4, 3, 0, 5], [3, 3], [0, 1, 4, 5, 5, 1, 0]]
 ASKED = [
     SamplingParams(max_new_tokens=20, logprobs=0, ignore_eos=True),
     SamplingParams(max_new_tokens=20, logprobs=3, temperature=1.0, seed=1, ignore_eos=True),
-    SamplingParams(max_new_tokens=20, logprobs=6, temperature=0.7, top_k=3, presence_penalty=1.0, seed=2, ignore_eos=True),
+    SamplingParams(
+        max_new_tokens=20, logprobs=6, temperature=0.7, top_k=3, presence_penalty=1.0, seed=2, ignore_eos=True
+    ),
     SamplingParams(max_new_tokens=20, logprobs=2, logit_bias=((4, 3.0),), repetition_penalty=2.0, ignore_eos=True),
     SamplingParams(max_new_tokens=20, temperature=1.0, seed=3, ignore_eos=True),
 ]
@@ -37,7 +41,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
 
 def _answers(pair: tuple[Target, Path], mode: Mode) -> list[Request]:
     settings = EngineSettings(
-        target="", drafter=str(pair[1]), dtype="float32", target_devices=("cpu",), lookahead=3, budget=9, batch_size=4, max_model_len=64
+        target="",
+        drafter=str(pair[1]),
+        dtype="float32",
+        target_devices=("cpu",),
+        lookahead=3,
+        budget=9,
+        batch_size=4,
+        max_model_len=64,
     )
     with launch(settings, mode, pair[0], in_process=True) as engine:
         names = [engine.submit(prompt, params) for prompt in PROMPTS for params in ASKED]

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drafters.errors import UserError
-from infer.kernels.sample import Sampling
-from infer.messages import VERSION, Admit, Answer, FromDraft, Message, Outcome, Ready, ToDraft, pack, unpack
-from infer.request import Source
+from drafters.base.errors import UserError
+from infer.engine.request import Source
+from infer.ipc.messages import VERSION, Admit, Answer, FromDraft, Message, Outcome, Ready, ToDraft, pack, unpack
+from infer.kernels.sampling.sample import Sampling
 
 H = 6
 ids = st.text(max_size=12)
@@ -49,7 +49,9 @@ to_draft = st.builds(
 )
 from_draft = st.builds(
     FromDraft,
-    answers=st.lists(st.builds(Answer, ids, counts, st.sampled_from(Source), tokens, st.none() | tensors(11)), max_size=4).map(tuple),
+    answers=st.lists(
+        st.builds(Answer, ids, counts, st.sampled_from(Source), tokens, st.none() | tensors(11)), max_size=4
+    ).map(tuple),
     busy_seconds=st.floats(0, 1e6),
     requests=counts,
     blocks=counts,
@@ -86,7 +88,11 @@ def test_what_was_read_does_not_hang_on_the_buffer() -> None:
 
 def test_tensors_keep_their_order_and_special_values() -> None:
     odd = torch.tensor([[float("nan"), float("inf"), -0.0, 1e-45]])
-    answers = (Answer("a", 0, Source.HIT, (1,), odd), Answer("b", 1, Source.NONE, ()), Answer("c", 2, Source.JIT, (2,), odd[:0]))
+    answers = (
+        Answer("a", 0, Source.HIT, (1,), odd),
+        Answer("b", 1, Source.NONE, ()),
+        Answer("c", 2, Source.JIT, (2,), odd[:0]),
+    )
     message = FromDraft(answers, 0.1)
     assert flat(unpack(pack(message))) == flat(message)
 

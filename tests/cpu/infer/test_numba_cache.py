@@ -1,4 +1,6 @@
-"""Kernels compiled by one process are found on disk by the next: what they close over has to pickle alike in every process."""
+"""Kernels compiled by one process are found on disk by the next: what they close over has to pickle alike in every
+process.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,16 @@ from typing import Any
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from infer.kernels import cpu_attention, cpu_loss, cpu_rows, cpu_train
+from infer.kernels.decoder_layer import cpu as cpu_rows
+from train.ops import cpu_attention, cpu_loss, cpu_train
 
 KERNELS = [*cpu_loss._KERNELS.values(), *cpu_loss._PROBABILITIES.values()]
-KERNELS += [kernel for module in (cpu_attention, cpu_rows, cpu_train) for kernels in module._KERNELS.values() for kernel in kernels]
+KERNELS += [
+    kernel
+    for module in (cpu_attention, cpu_rows, cpu_train)
+    for kernels in module._KERNELS.values()
+    for kernel in kernels
+]
 
 
 def closed_over(function: Any) -> Iterator[Any]:
@@ -24,6 +32,8 @@ def closed_over(function: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.py_func.__qualname__)
 def test_a_kernel_closes_over_no_compiled_function(kernel: Any) -> None:
-    """numba gives a compiled function a new random name in each process, and so would look for the kernel under another key."""
+    """numba gives a compiled function a new random name in each process, and so would look for the kernel under
+    another key.
+    """
     held = list(closed_over(kernel.py_func))
     assert held and not [thing for thing in held if isinstance(thing, Dispatcher)]

@@ -1,4 +1,5 @@
-"""Paged attention against a plain softmax: blocks in any order, requests of any length, any mask, and the one-call path.
+"""Paged attention against a plain softmax: blocks in any order, requests of any length, any mask, and the one-call
+path.
 
 R query rows of all requests, L keys of one request, N query heads, M key heads, D head size.
 """
@@ -14,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infer.kernels.attend import additive_mask, attend_rows, causal_mask
-from infer.kernels.paged_attention import DocumentContext, KvPool, PagedContext, PagedRequest, attend_in_context
+from infer.kernels.attention.paged import DocumentContext, KvPool, PagedContext, PagedRequest, attend_in_context
+from infer.kernels.attention.sdpa import additive_mask, attend_rows, causal_mask
 
 N, M, D, BLOCK = 6, 2, 8, 4
 SCALE = D**-0.5
@@ -42,7 +43,9 @@ def plain_attention(query_QND: Tensor, keys_LMD: Tensor, values_LMD: Tensor, vis
 class Sequences:
     """Keys and values of some requests in a pool full of other numbers, and the rows that come next."""
 
-    def __init__(self, blocks: list[tuple[int, ...]], lengths: list[tuple[int, int]], num_blocks: int, seed: int = 0) -> None:
+    def __init__(
+        self, blocks: list[tuple[int, ...]], lengths: list[tuple[int, int]], num_blocks: int, seed: int = 0
+    ) -> None:
         """`lengths`: keys and new rows of each request."""
         self.random = torch.Generator().manual_seed(seed)
         self.pool = KvPool.allocate(1, num_blocks, BLOCK, (M, D), like=torch.zeros(()))
@@ -60,12 +63,18 @@ class Sequences:
 
     def context(self, masks: Sequence[Tensor | None] = ()) -> PagedContext:
         own_masks = masks or [None] * len(self.blocks)
-        requests = [PagedRequest(b, keys, rows, m) for b, (keys, rows), m in zip(self.blocks, self.lengths, own_masks, strict=True)]
+        requests = [
+            PagedRequest(b, keys, rows, m)
+            for b, (keys, rows), m in zip(self.blocks, self.lengths, own_masks, strict=True)
+        ]
         return PagedContext.build(self.pool, requests, CPU)
 
     def attend(self, context: PagedContext) -> Tensor:
         """[R, N, D], by the context."""
-        new = [[x[keys - rows :] for x, (keys, rows) in zip(side, self.lengths, strict=True)] for side in (self.keys, self.values)]
+        new = [
+            [x[keys - rows :] for x, (keys, rows) in zip(side, self.lengths, strict=True)]
+            for side in (self.keys, self.values)
+        ]
         query, key, value = (torch.cat(parts).transpose(0, 1)[None] for parts in (self.queries, *new))
         return context.attend(0, query, key, value, SCALE)[0]
 
@@ -85,7 +94,10 @@ def test_the_causal_mask_ends_at_the_diagonal() -> None:
 
 def test_the_bias_repeats_the_rows_for_each_head_of_a_group() -> None:
     inf = float("inf")
-    assert additive_mask(torch.tensor([[True, False], [True, True]]), 2, torch.float32).tolist() == [[0, -inf], [0, 0]] * 2
+    assert (
+        additive_mask(torch.tensor([[True, False], [True, True]]), 2, torch.float32).tolist()
+        == [[0, -inf], [0, 0]] * 2
+    )
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(1, 1), (1, 9), (3, 3), (3, 9)])
@@ -131,7 +143,9 @@ def test_only_the_new_slots_are_written() -> None:
 
 def test_a_mask_decides_what_a_row_sees() -> None:
     """A tree: prefix of 3, then two branches of two nodes each; and a causal request beside it."""
-    tree = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 1, 0, 0], [1, 1, 1, 1, 0, 1, 0], [1, 1, 0, 0, 1, 0, 1]]).bool()
+    tree = torch.tensor(
+        [[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 1, 0, 0], [1, 1, 1, 1, 0, 1, 0], [1, 1, 0, 0, 1, 0, 1]]
+    ).bool()
     masks: list[Tensor | None] = [tree, None]
     sequences = Sequences([(5, 2), (0, 1)], [(7, 4), (6, 3)], num_blocks=6)
     out = sequences.attend(sequences.context(masks))
@@ -163,7 +177,10 @@ def test_the_one_call_path_is_the_loop(step: int, monkeypatch: pytest.MonkeyPatc
         ([(3,), (2,), (1,), (0,)], [(2, 1)] * 4),  # backwards
         ([(0,), (1,), (2,), (3,)], [(3, 1), (3, 2), (3, 1), (3, 1)]),  # more than one row
         ([(0, 1), (2, 3), (5, 4), (6, 7)], [(6, 1)] * 4),  # one is scattered
-        ([(0, 1), (3, 4), (6,), (9,)], [(8, 1), (2, 1), (2, 1), (2, 1)]),  # the view of the longest leaves the pool at the last
+        (
+            [(0, 1), (3, 4), (6,), (9,)],
+            [(8, 1), (2, 1), (2, 1), (2, 1)],
+        ),  # the view of the longest leaves the pool at the last
     ],
     ids=["few", "uneven", "backwards", "rows", "scattered", "pool end"],
 )
@@ -187,7 +204,9 @@ SHARED = [(6, 0, 1), (6, 2, 3), (6, 4, 5), (7, 8, 9)]  # three of them begin wit
     ],
     ids=["alike", "rows differ", "a prompt", "one long"],
 )
-def test_a_shared_prefix_is_gathered_for_all_requests_in_one_call(lengths: list[tuple[int, int]], padded: bool) -> None:
+def test_a_shared_prefix_is_gathered_for_all_requests_in_one_call(
+    lengths: list[tuple[int, int]], padded: bool
+) -> None:
     sequences = Sequences(SHARED, lengths, num_blocks=10)
     for own in (sequences.keys, sequences.values):
         own[0][:BLOCK] = own[1][:BLOCK] = own[2][:BLOCK]  # which the pool holds: it was written last
@@ -201,7 +220,9 @@ def test_keys_that_are_views_are_not_copied() -> None:
 
 
 def test_a_tree_and_a_causal_request_in_one_call() -> None:
-    tree = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 1, 0, 0], [1, 1, 1, 1, 0, 1, 0], [1, 1, 0, 0, 1, 0, 1]]).bool()
+    tree = torch.tensor(
+        [[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 1, 0, 0], [1, 1, 1, 1, 0, 1, 0], [1, 1, 0, 0, 1, 0, 1]]
+    ).bool()
     sequences = Sequences([(5, 2), (0, 1)], [(7, 4), (6, 3)], num_blocks=6)
     context = sequences.context([tree, None])
     assert context._padded is not None
@@ -210,7 +231,11 @@ def test_a_tree_and_a_causal_request_in_one_call() -> None:
 
 @st.composite
 def batches(draw: st.DrawFn) -> dict[str, Any]:
-    lengths = draw(st.lists(st.tuples(st.integers(1, 13), st.integers(1, 4)).map(lambda kr: (kr[0], min(kr))), min_size=1, max_size=5))
+    lengths = draw(
+        st.lists(
+            st.tuples(st.integers(1, 13), st.integers(1, 4)).map(lambda kr: (kr[0], min(kr))), min_size=1, max_size=5
+        )
+    )
     needed = [-(-keys // BLOCK) for keys, _ in lengths]
     order = draw(st.permutations(range(sum(needed) + 2)))
     blocks, start = [], 0

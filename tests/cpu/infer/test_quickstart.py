@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from drafters.errors import UserError, run_command
-from drafters.settings import load_settings
+from drafters.base.errors import UserError, run_command
+from drafters.base.settings import load_settings
 from infer import evaluate, generate, quickstart, serve
 from infer.config import EngineSettings
 from train.config import TrainSettings
@@ -75,7 +75,9 @@ def test_a_finished_training_is_used_again(tmp_path: Path, monkeypatch: pytest.M
     assert quickstart.fine_tuned_drafter(tmp_path, 4.0) == tmp_path / "train" / "best-eagle3"
 
 
-def test_an_unfinished_training_goes_on_and_a_failed_one_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_training_goes_on_and_a_failed_one_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commands: list[list[str]] = []
 
     def run(command: list[str], check: bool) -> subprocess.CompletedProcess[bytes]:
@@ -91,7 +93,9 @@ def test_an_unfinished_training_goes_on_and_a_failed_one_is_an_error(tmp_path: P
     assert commands[0] == commands[1] == quickstart.training_command(tmp_path, 4.0)
 
 
-def test_elsewhere_it_says_where_to_start_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_elsewhere_it_says_where_to_start_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_command(quickstart.main, []) == 2
     assert "at the root of a complete checkout" in capsys.readouterr().err

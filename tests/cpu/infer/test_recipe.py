@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drafters.errors import UserError
+from drafters.base.errors import UserError
 from infer.config import Mode
 from infer.recipe import load_engine_settings
 
@@ -25,7 +25,9 @@ def test_a_mode_takes_its_own_settings_and_the_command_line_wins(recipe: Path) -
     assert load_engine_settings(str(recipe), Mode.SD, []).budget == 9
 
 
-@pytest.mark.parametrize("modes, complaint", [("{sdd: {lookahead: 1}}", "did you mean 'sd'"), ("[sd]", "has to hold settings by mode")])
+@pytest.mark.parametrize(
+    "modes, complaint", [("{sdd: {lookahead: 1}}", "did you mean 'sd'"), ("[sd]", "has to hold settings by mode")]
+)
 def test_a_wrong_part_is_named(recipe: Path, modes: str, complaint: str) -> None:
     recipe.write_text(f"target: t\nmodes: {modes}\n", encoding="utf-8")
     with pytest.raises(UserError, match=complaint):

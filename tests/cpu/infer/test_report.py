@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from drafters.errors import run_command
+from drafters.base.errors import run_command
 from infer import report
 
 KEPT = {"value": 0.931, "low": 0.904, "high": 0.957}
@@ -53,12 +53,25 @@ def results() -> dict[str, Any]:
         "runs": [
             run_of("ar", 50.0, acceptance_by_position=[], tokens_per_round=1.0),
             run_of("sd", 80.0),
-            run_of("ssd", 103.4, hit_rate=0.71, tokens_per_round_hit=2.4, tokens_per_round_miss=1.6, hidden=0.04, retention=KEPT),
+            run_of(
+                "ssd",
+                103.4,
+                hit_rate=0.71,
+                tokens_per_round_hit=2.4,
+                tokens_per_round_miss=1.6,
+                hidden=0.04,
+                retention=KEPT,
+            ),
         ],
         "ratios": {"ssd/ar": 2.07},
         "ratio_intervals": {"ssd/ar": {"value": 2.07, "low": 1.91, "high": 2.22}, "ssd/sd": None},
-        "agreement": [{"pair": "ar/ssd", "prompts": 24, "equal": 22, "partings": [{"margin": 0.0625}, {"margin": None}]}],
-        "prediction": {"times_ms": {"verify": 16.0}, "ratios": {"ssd/ar": {"predicted": 2.2, "measured": 2.07, "share": 0.94}}},
+        "agreement": [
+            {"pair": "ar/ssd", "prompts": 24, "equal": 22, "partings": [{"margin": 0.0625}, {"margin": None}]}
+        ],
+        "prediction": {
+            "times_ms": {"verify": 16.0},
+            "ratios": {"ssd/ar": {"predicted": 2.2, "measured": 2.07, "share": 0.94}},
+        },
     }
 
 
@@ -72,7 +85,9 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.fetched += [
-            value or "" for name, value in attrs if name in ("src", "href", "xlink:href") and not (value or "").startswith("#")
+            value or ""
+            for name, value in attrs
+            if name in ("src", "href", "xlink:href") and not (value or "").startswith("#")
         ]
         if tag not in ("meta", "br"):
             self.open.append(tag)
@@ -106,7 +121,12 @@ def test_the_page_tells_the_figures(results: dict[str, Any], tmp_path: Path) -> 
 
 def test_plots_are_files_too(results: dict[str, Any], tmp_path: Path) -> None:
     page_of(results, tmp_path)
-    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["acceptance.svg", "hits.svg", "round.svg", "speed.svg"]
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [
+        "acceptance.svg",
+        "hits.svg",
+        "round.svg",
+        "speed.svg",
+    ]
     assert all(path.read_text(encoding="utf-8").startswith("<svg") for path in (tmp_path / "plots").iterdir())
 
 
@@ -119,13 +139,21 @@ def test_one_mode_alone_makes_a_page_without_what_it_has_not(results: dict[str, 
 
 
 def test_runs_without_any_round_make_a_page(results: dict[str, Any], tmp_path: Path) -> None:
-    nothing = {"tokens_per_second": None, "tokens_per_second_interval": None, "tokens_per_round": None, "verify_ms": None, "round_ms": None}
+    nothing = {
+        "tokens_per_second": None,
+        "tokens_per_second_interval": None,
+        "tokens_per_round": None,
+        "verify_ms": None,
+        "round_ms": None,
+    }
     results["runs"] = [run_of("ar", 1.0, acceptance_by_position=[], **nothing)]
     results["ratio_intervals"] = {}
     assert page_of(results, tmp_path).count("<svg") == 0
 
 
-def test_the_command_writes_the_page_again(results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_page_again(
+    results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "results.json"
     path.write_text(json.dumps(results), encoding="utf-8")
     assert run_command(report.main, [str(path)]) == 0

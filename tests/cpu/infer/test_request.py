@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from drafters.errors import UserError
-from drafters.targets import load_target
-from infer.grammar import Grammars, Vocabulary
-from infer.kernels.logprobs import TokenLogprob
-from infer.request import FinishReason, Request, SamplingParams, check_token_ids, new_request
-from infer.text import AnswerText
+from drafters.base.errors import UserError
+from drafters.targets.target import load_target
+from infer.engine.request import FinishReason, Request, SamplingParams, check_token_ids, new_request
+from infer.kernels.sampling.logprobs import TokenLogprob
+from infer.text.detokenize import AnswerText
+from infer.text.grammar import Grammars, Vocabulary
 from tests.tiny import save_tiny_target, tiny_tokenizer
 
 
@@ -42,7 +42,9 @@ def test_values_out_of_range_are_named(options: dict[str, Any], message: str) ->
 
 @pytest.mark.parametrize("options", [{"logit_bias": ((99, 1.0),)}, {"stop_token_ids": (5, -1)}])
 def test_tokens_that_the_target_does_not_have_are_named(options: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=rf"{next(iter(options))} = (99|-1): has to name token ids of this target, 0..98"):
+    with pytest.raises(
+        UserError, match=rf"{next(iter(options))} = (99|-1): has to name token ids of this target, 0..98"
+    ):
         check_token_ids(SamplingParams(**options), 99)
     check_token_ids(SamplingParams(logit_bias=((98, 1.0),), stop_token_ids=(0,)), 99)
 
@@ -103,7 +105,9 @@ def test_a_stop_string_ends_the_answer_wherever_a_round_ends(size: int) -> None:
     assert request.finish_reason is FinishReason.STOP
 
 
-@pytest.mark.parametrize(("limit", "reason"), [(LAST - 1, FinishReason.LENGTH), (LAST, FinishReason.STOP), (LAST + 1, FinishReason.STOP)])
+@pytest.mark.parametrize(
+    ("limit", "reason"), [(LAST - 1, FinishReason.LENGTH), (LAST, FinishReason.STOP), (LAST + 1, FinishReason.STOP)]
+)
 def test_a_stop_string_at_the_limit(limit: int, reason: FinishReason) -> None:
     request = _watched(limit)
     assert request.commit(IDS) == IDS[: min(limit, LAST)]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.kernels.saguaro import tilt, top_f, top_f_reference
+from infer.kernels.sampling.saguaro import tilt, top_f, top_f_reference
 
 
 @settings(max_examples=200, deadline=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.sample import (
+from infer.kernels.sampling.sample import (
     Purpose,
     Sampling,
     _mix,
@@ -102,9 +102,13 @@ def test_filters_by_hand() -> None:
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     assert process_logits(logits, [Sampling(1.0, top_k=2)])[0].tolist() == pytest.approx([4 / 7, 3 / 7, 0, 0])
     assert process_logits(logits, [Sampling(1.0, top_p=0.6)])[0].tolist() == pytest.approx([4 / 7, 3 / 7, 0, 0])
-    assert process_logits(logits, [Sampling(1.0, top_k=3, top_p=0.8)])[0].tolist() == pytest.approx([4 / 9, 3 / 9, 2 / 9, 0])
+    assert process_logits(logits, [Sampling(1.0, top_k=3, top_p=0.8)])[0].tolist() == pytest.approx(
+        [4 / 9, 3 / 9, 2 / 9, 0]
+    )
     assert process_logits(logits, [Sampling(1.0, min_p=0.6)])[0].tolist() == pytest.approx([4 / 7, 3 / 7, 0, 0])
-    assert process_logits(logits, [Sampling(1.0, min_p=0.4, top_p=0.7)])[0].tolist() == pytest.approx([4 / 7, 3 / 7, 0, 0])
+    assert process_logits(logits, [Sampling(1.0, min_p=0.4, top_p=0.7)])[0].tolist() == pytest.approx(
+        [4 / 7, 3 / 7, 0, 0]
+    )
     assert process_logits(logits, [Sampling(0.5)])[0].tolist() == pytest.approx([16 / 30, 9 / 30, 4 / 30, 1 / 30])
     tied = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
     assert process_logits(tied, [Sampling(1.0, top_k=2)])[0].tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])

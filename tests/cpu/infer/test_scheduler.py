@@ -1,4 +1,6 @@
-"""The scheduler against plain rules: first come first served, chunks of prompts, who gives way, and books that are right."""
+"""The scheduler against plain rules: first come first served, chunks of prompts, who gives way, and books that are
+right.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters.errors import UserError
-from infer.blocks import BlockPool
-from infer.request import Request, SamplingParams
-from infer.scheduler import Round, Scheduler
+from drafters.base.errors import UserError
+from infer.engine.request import Request, SamplingParams
+from infer.engine.scheduler import Round, Scheduler
+from infer.kernels.attention.block_pool import BlockPool
 
 
 def _request(name: str, prompt: int, max_tokens: int, first: int = 0) -> Request:
@@ -17,7 +19,9 @@ def _request(name: str, prompt: int, max_tokens: int, first: int = 0) -> Request
     return Request(name, tuple(tokens), SamplingParams(), frozenset(), max_tokens, tokens)
 
 
-def _scheduler(blocks: int, batch_size: int = 4, lookahead: int = 0, prefill_tokens: int = 1000, size: int = 16) -> Scheduler:
+def _scheduler(
+    blocks: int, batch_size: int = 4, lookahead: int = 0, prefill_tokens: int = 1000, size: int = 16
+) -> Scheduler:
     return Scheduler(BlockPool(blocks, size), batch_size, lookahead, prefill_tokens)
 
 
@@ -80,7 +84,9 @@ def test_a_request_that_has_to_wait_for_blocks_is_not_overtaken() -> None:
 def test_a_request_that_never_fits_is_refused_with_the_numbers() -> None:
     scheduler = _scheduler(2)
     scheduler.submit(_request("fits", 4, 32))
-    with pytest.raises(UserError, match=r"request big may grow to 33 tokens, the KV pool holds 32: .* raise kv_tokens"):
+    with pytest.raises(
+        UserError, match=r"request big may grow to 33 tokens, the KV pool holds 32: .* raise kv_tokens"
+    ):
         scheduler.submit(_request("big", 4, 33))
     assert [request.id for request in scheduler.waiting] == ["fits"]
 
@@ -149,7 +155,9 @@ def test_nothing_is_found_before_its_keys_are_written() -> None:
 
 @pytest.mark.parametrize(("room", "blocks", "drafted"), [(9, 9, 5), (5, 9, 4), (1, 9, 0), (9, 1, 3), (2, 9, 1)])
 def test_a_speculation_is_cut_to_what_may_come_and_to_the_blocks(room: int, blocks: int, drafted: int) -> None:
-    """A prompt of 12 and one answer token leave 3 slots of the first block; `room` tokens may still come, the last one a bonus."""
+    """A prompt of 12 and one answer token leave 3 slots of the first block; `room` tokens may still come, the last one
+    a bonus.
+    """
     scheduler = _scheduler(blocks, lookahead=5)
     scheduler.submit(_request("a", 12, min(13 + room, blocks * 16)))
     _apply(scheduler, scheduler.schedule())
@@ -157,13 +165,22 @@ def test_a_speculation_is_cut_to_what_may_come_and_to_the_blocks(room: int, bloc
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=8), st.integers(1, 4), st.integers(1, 9), st.data())
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=8),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.data(),
+)
 def test_all_are_served_in_order_and_the_pool_is_whole_again(
     sizes: list[tuple[int, int]], batch_size: int, prefill_tokens: int, data: st.DataObject
 ) -> None:
-    """Whatever is preempted: the oldest one always gains, tokens are never lost, prompts are read in order, and all blocks come back."""
+    """Whatever is preempted: the oldest one always gains, tokens are never lost, prompts are read in order, and all
+    blocks come back.
+    """
     scheduler = _scheduler(13, batch_size, lookahead=2, prefill_tokens=prefill_tokens, size=4)
-    requests = [_request(str(i), prompt, prompt + new, data.draw(st.integers(0, 1))) for i, (prompt, new) in enumerate(sizes)]
+    requests = [
+        _request(str(i), prompt, prompt + new, data.draw(st.integers(0, 1))) for i, (prompt, new) in enumerate(sizes)
+    ]
     for request in requests:
         scheduler.submit(request)
     rounds = 0

@@ -20,21 +20,21 @@ import httpx
 import openai
 import pytest
 
-from data.render import render_prompt
-from drafters.errors import UserError, run_command
-from drafters.settings import load_settings
-from drafters.targets import Target
+from data.chat.render import render_prompt
+from drafters.base.errors import UserError, run_command
+from drafters.base.settings import load_settings
+from drafters.targets.target import Target
 from infer import serve
 from infer.config import EngineSettings, Mode
-from infer.engine import Engine
+from infer.engine.engine import Engine
+from infer.engine.request import SamplingParams
 from infer.launch import launch
-from infer.request import SamplingParams
 from infer.server.app import create_app
 from infer.server.driver import EngineThread
 from infer.server.errors import ApiError
 from infer.server.http import listen, make_server, url_of
 from infer.server.protocol import ChatBody, CompletionBody, parse_body
-from infer.text import decode
+from infer.text.detokenize import decode
 from tests.cpu.infer.recipe import target_of, write_recipe
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -126,7 +126,12 @@ def test_a_chat_answer_is_what_the_engine_alone_gives(served: Served, alone: Cal
 
 def test_a_streamed_chat_adds_up_to_the_whole_one(served: Served, alone: Callable[..., list[int]]) -> None:
     stream = served.client.chat.completions.create(
-        model="tiny", messages=HELLO, max_completion_tokens=30, temperature=0, stream=True, stream_options={"include_usage": True}
+        model="tiny",
+        messages=HELLO,
+        max_completion_tokens=30,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     chunks = list(stream)
     *pieces, last = chunks
@@ -164,7 +169,11 @@ def test_a_completion_takes_text_or_token_ids(served: Served, alone: Callable[..
 def test_a_stop_string_cuts_text_and_usage_at_the_same_token(served: Served, alone: Callable[..., list[int]]) -> None:
     tokens = alone()
     text = text_of(served, tokens)
-    stop = next(text[i : i + 2] for i in range(6, len(text)) if "\ufffd" not in text[i : i + 2] and text.index(text[i : i + 2]) == i)
+    stop = next(
+        text[i : i + 2]
+        for i in range(6, len(text))
+        if "\ufffd" not in text[i : i + 2] and text.index(text[i : i + 2]) == i
+    )
     needed = next(n for n in range(len(tokens)) if stop in text_of(served, tokens[:n]))
     for streams in (False, True):
         answer: Any = served.client.chat.completions.create(
@@ -194,14 +203,23 @@ def _streamed(chunks: Any, choice: int) -> tuple[str, list[Any], str | None]:
 
 
 def test_log_probabilities_of_a_chat_streamed_and_whole(served: Served, alone: Callable[..., list[int]]) -> None:
-    ask: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 20, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    ask: Any = {
+        "model": "tiny",
+        "messages": HELLO,
+        "max_tokens": 20,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
     whole = served.client.chat.completions.create(**ask).choices[0]
     tokens = alone(max_new_tokens=20)
     assert whole.logprobs is not None and whole.logprobs.content is not None
     special = served.engine.target.tokenizer.all_special_tokens  # they have an entry, and no text
     raw = bytes(byte for entry in whole.logprobs.content if entry.token not in special for byte in entry.bytes or [])
     assert raw.decode("utf-8", "replace") == text_of(served, tokens)
-    assert all(entry.logprob < 0 and entry.top_logprobs[0].token == entry.token for entry in whole.logprobs.content)  # greedy
+    assert all(
+        entry.logprob < 0 and entry.top_logprobs[0].token == entry.token for entry in whole.logprobs.content
+    )  # greedy
     assert all(entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob for entry in whole.logprobs.content)
     text, entries, reason = _streamed(list(served.client.chat.completions.create(**ask, stream=True)), 0)
     assert (text, reason) == (whole.message.content, whole.finish_reason)
@@ -209,7 +227,9 @@ def test_log_probabilities_of_a_chat_streamed_and_whole(served: Served, alone: C
 
 
 def test_log_probabilities_of_a_completion(served: Served) -> None:
-    answer = served.client.completions.create(model="tiny", prompt="abc", max_tokens=12, temperature=1, seed=5, logprobs=2)
+    answer = served.client.completions.create(
+        model="tiny", prompt="abc", max_tokens=12, temperature=1, seed=5, logprobs=2
+    )
     got = answer.choices[0].logprobs
     assert got is not None and got.tokens and got.token_logprobs and got.top_logprobs and got.text_offset
     assert len(got.tokens) == len(got.token_logprobs) == len(got.top_logprobs) == len(got.text_offset) == 12
@@ -219,20 +239,32 @@ def test_log_probabilities_of_a_completion(served: Served) -> None:
     text = answer.choices[0].text
     ends = [*got.text_offset[1:], len(text)]
     for token, start, end in zip(got.tokens, got.text_offset, ends, strict=True):
-        assert token.startswith("bytes:") or text[start:end].lstrip("\ufffd") == token  # broken characters appear with what follows
+        assert (
+            token.startswith("bytes:") or text[start:end].lstrip("\ufffd") == token
+        )  # broken characters appear with what follows
 
 
-def test_a_stop_string_trims_tokens_log_probabilities_and_usage_alike(served: Served, alone: Callable[..., list[int]]) -> None:
+def test_a_stop_string_trims_tokens_log_probabilities_and_usage_alike(
+    served: Served, alone: Callable[..., list[int]]
+) -> None:
     tokens = alone()
     text = text_of(served, tokens)
-    stop = next(text[i : i + 2] for i in range(6, len(text)) if "\ufffd" not in text[i : i + 2] and text.index(text[i : i + 2]) == i)
+    stop = next(
+        text[i : i + 2]
+        for i in range(6, len(text))
+        if "\ufffd" not in text[i : i + 2] and text.index(text[i : i + 2]) == i
+    )
     needed = next(n for n in range(len(tokens)) if stop in text_of(served, tokens[:n]))
     ask: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 30, "temperature": 0, "stop": stop, "logprobs": True}
     answer = served.client.chat.completions.create(**ask)
     entries = answer.choices[0].logprobs.content if answer.choices[0].logprobs else None
     assert answer.usage is not None and entries is not None
     assert len(entries) == answer.usage.completion_tokens == needed
-    assert _streamed(list(served.client.chat.completions.create(**ask, stream=True)), 0) == (text[: text.index(stop)], entries, "stop")
+    assert _streamed(list(served.client.chat.completions.create(**ask, stream=True)), 0) == (
+        text[: text.index(stop)],
+        entries,
+        "stop",
+    )
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -243,7 +275,9 @@ def test_greedy_choices_are_identical_and_sampled_ones_have_their_own_seeds(serv
             whole = served.client.chat.completions.create(**ask)
             assert [choice.index for choice in whole.choices] == list(range(n))
             return [choice.message.content or "" for choice in whole.choices], whole.usage
-        chunks = list(served.client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+        chunks = list(
+            served.client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+        )
         return [_streamed(chunks, i)[0] for i in range(n)], chunks[-1].usage
 
     greedy, usage = answers(3, temperature=0)
@@ -256,7 +290,10 @@ def test_greedy_choices_are_identical_and_sampled_ones_have_their_own_seeds(serv
 
 
 def test_several_prompts_in_one_completion(served: Served) -> None:
-    one = [served.client.completions.create(model="tiny", prompt=p, max_tokens=8, temperature=0).choices[0].text for p in ("ab", "xyz")]
+    one = [
+        served.client.completions.create(model="tiny", prompt=p, max_tokens=8, temperature=0).choices[0].text
+        for p in ("ab", "xyz")
+    ]
     both = served.client.completions.create(model="tiny", prompt=["ab", "xyz"], max_tokens=8, temperature=0, n=2)
     assert [choice.text for choice in both.choices] == [one[0], one[0], one[1], one[1]]
     assert both.usage is not None and (both.usage.prompt_tokens, both.usage.completion_tokens) == (5, 32)
@@ -271,7 +308,9 @@ def test_one_refused_choice_leaves_none_running(served: Served) -> None:
 def test_penalties_and_bias_reach_the_engine(served: Served, alone: Callable[..., list[int]]) -> None:
     expected = alone(presence_penalty=1.5, repetition_penalty=1.2, logit_bias=((40, 5.0),))
     ask: Any = {"max_tokens": 30, "temperature": 0, "presence_penalty": 1.5, "logit_bias": {"40": 5}}
-    answer = served.client.chat.completions.create(model="tiny", messages=HELLO, **ask, extra_body={"repetition_penalty": 1.2})
+    answer = served.client.chat.completions.create(
+        model="tiny", messages=HELLO, **ask, extra_body={"repetition_penalty": 1.2}
+    )
     assert answer.choices[0].message.content == text_of(served, expected) != text_of(served, alone())
 
 
@@ -286,8 +325,15 @@ def test_answers_with_a_grammar_follow_it(served: Served) -> None:
 
     for named in ({"guided_choice": ["yes", "no"]}, {"structured_outputs": {"choice": ["yes", "no"]}}):
         assert content(extra_body=named) in ("yes", "no")
-    assert re.fullmatch("[0-9]{3}(-[0-9]{2}){2}", content(seed=1, extra_body={"guided_regex": "[0-9]{3}(-[0-9]{2}){2}"}))
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+    assert re.fullmatch(
+        "[0-9]{3}(-[0-9]{2}){2}", content(seed=1, extra_body={"guided_regex": "[0-9]{3}(-[0-9]{2}){2}"})
+    )
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
     assert isinstance(json.loads(content(seed=2, response_format=wanted))["ok"], bool)
     chunks = list(create(**ask, seed=2, response_format=wanted, stream=True, n=2))
@@ -308,7 +354,12 @@ def test_many_at_once_get_their_own_answers(served: Served, alone: Callable[...,
     prompts = [f"{letter}{letter}" for letter in "abcdefghij"]  # more than the batch holds
     expected = [text_of(served, alone(served.engine.target.tokenizer(prompt)["input_ids"], 20)) for prompt in prompts]
     with ThreadPoolExecutor(10) as pool:
-        answers = list(pool.map(lambda p: served.client.completions.create(model="tiny", prompt=p, max_tokens=20, temperature=0), prompts))
+        answers = list(
+            pool.map(
+                lambda p: served.client.completions.create(model="tiny", prompt=p, max_tokens=20, temperature=0),
+                prompts,
+            )
+        )
     assert [answer.choices[0].text for answer in answers] == expected
 
 
@@ -318,14 +369,20 @@ def test_who_hangs_up_frees_everything(served: Served, streams: bool) -> None:
     body = {"prompt": "abc", "max_tokens": 150, "temperature": 0, "ignore_eos": True, "stream": streams}
     free = scheduler.pool.num_free
     with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=httpx.Timeout(5, read=0.03)) as client:
-        served.thread._inbox.put(lambda engine: time.sleep(0.3))  # the answer surely takes longer than the client has patience
+        served.thread._inbox.put(
+            lambda engine: time.sleep(0.3)
+        )  # the answer surely takes longer than the client has patience
         client.post(f"{served.url}/v1/completions", json=body)
     wait_until(lambda: not scheduler.running and not scheduler.waiting and scheduler.pool.num_free == free)
-    assert served.client.completions.create(model="tiny", prompt="abc", max_tokens=2).choices[0].finish_reason == "length"
+    assert (
+        served.client.completions.create(model="tiny", prompt="abc", max_tokens=2).choices[0].finish_reason == "length"
+    )
 
 
 def test_an_answer_ends_with_the_context(served: Served) -> None:
-    answer = served.client.completions.create(model="tiny", prompt="abc", max_tokens=5000, extra_body={"ignore_eos": True})
+    answer = served.client.completions.create(
+        model="tiny", prompt="abc", max_tokens=5000, extra_body={"ignore_eos": True}
+    )
     assert answer.usage is not None
     assert answer.usage.total_tokens == served.engine.settings.max_model_len
     assert answer.choices[0].finish_reason == "length"
@@ -340,7 +397,12 @@ def test_an_answer_ends_with_the_context(served: Served) -> None:
         ("completions", {"prompt": ["a", ""]}, "prompt", "prompt is empty"),
         ("completions", {"prompt": [7, 9999]}, "prompt", "token id 9999"),
         ("completions", {"prompt": "x" * 160}, "prompt", "160 tokens"),
-        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 200}]}, "messages", "the context holds 160"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x" * 200}]},
+            "messages",
+            "the context holds 160",
+        ),
         ("completions", {}, "prompt", "you must give the parameter 'prompt'"),
         ("chat/completions", {}, "messages", "you must give the parameter 'messages'"),
         ("chat/completions", {"messages": []}, "messages", "at least 1"),
@@ -356,7 +418,12 @@ def test_an_answer_ends_with_the_context(served: Served) -> None:
         ("completions", {"prompt": "a", "best_of": 2}, "best_of", "best_of = 2 is not supported"),
         ("completions", {"prompt": "a", "logprobs": 21}, "logprobs", "give 0..20"),
         ("completions", {"prompt": "a", "logprobs": True}, "logprobs", "logprobs = true"),
-        ("chat/completions", {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs = 21"),
+        (
+            "chat/completions",
+            {"messages": HELLO, "logprobs": True, "top_logprobs": 21},
+            "top_logprobs",
+            "top_logprobs = 21",
+        ),
         ("chat/completions", {"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
         ("completions", {"prompt": "a", "presence_penalty": 2.5}, "presence_penalty", "presence_penalty = 2.5"),
         ("completions", {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "repetition_penalty = 0"),
@@ -366,17 +433,39 @@ def test_an_answer_ends_with_the_context(served: Served) -> None:
         ("completions", {"prompt": "a", "stop_token_ids": [-1]}, None, "stop_token_ids = -1"),
         ("chat/completions", {"messages": HELLO, "tools": [{"type": "function"}]}, "tools", "tools = "),
         ("chat/completions", {"messages": HELLO, "response_format": {"type": "xml"}}, "response_format.type", "xml"),
-        ("chat/completions", {"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format", "json_schema has to"),
+        (
+            "chat/completions",
+            {"messages": HELLO, "response_format": {"type": "json_schema"}},
+            "response_format",
+            "json_schema has to",
+        ),
         ("completions", {"prompt": "a", "guided_regex": "(a"}, "guided_regex", "cannot be used"),
         ("completions", {"prompt": "a", "guided_json": {"type": "nothing"}}, "guided_json", "cannot be used"),
         ("completions", {"prompt": "a", "guided_choice": ["x", ""]}, "guided_choice", "none of them empty"),
-        ("completions", {"prompt": "a", "guided_choice": ["x"], "guided_regex": "x"}, "guided_choice", "give one of them"),
+        (
+            "completions",
+            {"prompt": "a", "guided_choice": ["x"], "guided_regex": "x"},
+            "guided_choice",
+            "give one of them",
+        ),
         ("completions", {"prompt": "a", "guided_regex": "x", "ignore_eos": True}, None, "ignore_eos"),
-        ("completions", {"prompt": "a", "structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "cannot be used"),
-        ("completions", {"prompt": "a", "structured_outputs": {"rege": "a"}}, "structured_outputs.rege", "is not known"),
+        (
+            "completions",
+            {"prompt": "a", "structured_outputs": {"regex": "(a"}},
+            "structured_outputs.regex",
+            "cannot be used",
+        ),
+        (
+            "completions",
+            {"prompt": "a", "structured_outputs": {"rege": "a"}},
+            "structured_outputs.rege",
+            "is not known",
+        ),
     ],
 )
-def test_errors_name_the_field(served: Served, path: str, body: dict[str, Any], param: str | None, message: str) -> None:
+def test_errors_name_the_field(
+    served: Served, path: str, body: dict[str, Any], param: str | None, message: str
+) -> None:
     response = httpx.post(f"{served.url}/v1/{path}", json=body)
     error = response.json()["error"]
     assert response.status_code == 400, response.text
@@ -401,10 +490,15 @@ def test_other_errors_have_the_same_shape(served: Served) -> None:
 
 
 def test_neutral_values_of_unsupported_fields_pass() -> None:
-    body = parse_body(CompletionBody, json.dumps({"prompt": "a", "best_of": 1, "logprobs": False, "user": "me", "echo": False}).encode())
+    body = parse_body(
+        CompletionBody,
+        json.dumps({"prompt": "a", "best_of": 1, "logprobs": False, "user": "me", "echo": False}).encode(),
+    )
     assert body.prompt == "a"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    chat = parse_body(ChatBody, json.dumps({"messages": [{"role": "developer", "content": parts}], "tools": []}).encode())
+    chat = parse_body(
+        ChatBody, json.dumps({"messages": [{"role": "developer", "content": parts}], "tools": []}).encode()
+    )
     assert chat.messages[0].plain == {"role": "system", "content": "ab"}
     with pytest.raises(ApiError, match="not supported"):
         parse_body(CompletionBody, b'{"prompt": "a", "best_of": 0}')
@@ -425,7 +519,9 @@ def test_an_engine_that_fails_is_an_error_at_once_and_a_503_afterwards(recipe: P
         return engine
 
     for served in serve_in_thread(broken):
-        stream = served.client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=50, temperature=0, stream=True)
+        stream = served.client.chat.completions.create(
+            model="tiny", messages=HELLO, max_tokens=50, temperature=0, stream=True
+        )
         with pytest.raises(openai.APIError, match="the answer is incomplete"):
             list(stream)
         wait_until(lambda served=served: not served.thread.alive)
@@ -455,9 +551,15 @@ def test_a_port_in_use_is_one_line_and_nothing_is_loaded(recipe: Path, capsys: p
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["lookahed=2"], "did you mean 'lookahead'?"), (["--port", "70000"], "give 0..65535"), (["--recipe", "none.yaml"], "no such file")],
+    [
+        (["lookahed=2"], "did you mean 'lookahead'?"),
+        (["--port", "70000"], "give 0..65535"),
+        (["--recipe", "none.yaml"], "no such file"),
+    ],
 )
-def test_mistakes_of_the_command(recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_mistakes_of_the_command(
+    recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     assert run_command(serve.main, ["--recipe", str(recipe), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -473,7 +575,9 @@ def test_the_command_serves_in_mode_ssd_and_ctrl_c_stops_it_cleanly(recipe: Path
         url = next(word for word in line.split() if word.startswith("http")).removesuffix("/v1")
         health = httpx.get(f"{url}/health").json()
         assert health == {"status": "ok", "mode": "ssd", "drafter": "serving"}
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "abc", "max_tokens": 8, "temperature": 0}, timeout=30).json()
+        answer = httpx.post(
+            f"{url}/v1/completions", json={"prompt": "abc", "max_tokens": 8, "temperature": 0}, timeout=30
+        ).json()
         assert answer["usage"]["completion_tokens"] == 8
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the draft process too
         assert process.wait(timeout=20) == 0

@@ -1,6 +1,8 @@
-"""The real model with the drafter that ships: the same tokens in every mode, through a kill, and as transformers writes them.
+"""The real model with the drafter that ships: the same tokens in every mode, through a kill, and as transformers
+writes them.
 
-In fp32, where tokens are equal unless two logits are closer than rounding: that margin is shown, and has to be that small.
+In fp32, where tokens are equal unless two logits are closer than rounding: that margin is shown, and has to be that
+small.
 """
 
 from __future__ import annotations
@@ -16,16 +18,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from data.conversations import read_conversations
+from data.chat.conversations import read_conversations
+from data.chat.render import render_prompt
 from data.prompts import overlap, read_prompts
-from data.render import render_prompt
-from drafters.target_files import resolve_target
-from drafters.targets import Target, load_target
+from drafters.targets.files import resolve_target
+from drafters.targets.target import Target, load_target
 from infer.config import EngineSettings, Mode
-from infer.engine import Engine
-from infer.grammar import json_grammar
+from infer.engine.engine import Engine
+from infer.engine.request import Request, SamplingParams, Source
 from infer.launch import launch
-from infer.request import Request, SamplingParams, Source
+from infer.text.grammar import json_grammar
 from tests.trained import drain
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,7 +38,9 @@ PROMPTS = sorted((ROOT / "data" / "prompts").glob("*.jsonl"))
 NEW, NEAR_TIE = 48, 1e-4
 
 pytestmark = pytest.mark.long
-needs_drafter = pytest.mark.skipif(not DRAFTER.is_dir(), reason=f"no drafter at {DRAFTER.relative_to(ROOT)}: train one, or fetch it")
+needs_drafter = pytest.mark.skipif(
+    not DRAFTER.is_dir(), reason=f"no drafter at {DRAFTER.relative_to(ROOT)}: train one, or fetch it"
+)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +101,9 @@ def assert_same_answer(plain: Any, prompt: list[int], found: list[int], expected
     assert place is not None, f"one answer is a beginning of the other: {found} {expected}"
     margin = _margin(plain, [*prompt, *expected[:place]], found[place], expected[place])
     print(f"token {place} differs: {found[place]} instead of {expected[place]}, margin {margin:.2e}")
-    assert margin < NEAR_TIE, f"token {place} is {found[place]} instead of {expected[place]}, {margin:.2e} logits apart"
+    assert margin < NEAR_TIE, (
+        f"token {place} is {found[place]} instead of {expected[place]}, {margin:.2e} logits apart"
+    )
 
 
 def test_ar_is_what_transformers_generates(plain: Any, prompts: list[list[int]], expected: list[list[int]]) -> None:
@@ -119,24 +125,35 @@ def test_speculation_changes_no_token(
     for prompt, request, tokens in zip(prompts, requests, expected, strict=True):
         assert_same_answer(plain, prompt, request.new_tokens, tokens)
     rounds = [record for request in requests for record in request.rounds]
-    assert sum(record.accepted for record in rounds) > len(rounds) / 4, "the drafter drafts nothing the target would write"
+    assert sum(record.accepted for record in rounds) > len(rounds) / 4, (
+        "the drafter drafts nothing the target would write"
+    )
     assert mode is Mode.SD or any(record.source is Source.HIT and record.accepted for record in rounds)
 
 
 @needs_drafter
-def test_a_killed_draft_process_changes_no_token(target: Target, plain: Any, prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_a_killed_draft_process_changes_no_token(
+    target: Target, plain: Any, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
     with _engine(target, Mode.SSD, batch_size=2) as engine:
         requests = _answer(engine, prompts, kill_at=5)
         assert engine.drafting.failures == 1
     for prompt, request, tokens in zip(prompts, requests, expected, strict=True):
         assert_same_answer(plain, prompt, request.new_tokens, tokens)
-    assert {Source.ALONE} < {record.source for record in requests[0].rounds}, "it drafted before, and not at once after"
+    assert {Source.ALONE} < {record.source for record in requests[0].rounds}, (
+        "it drafted before, and not at once after"
+    )
 
 
 @needs_drafter
 @pytest.mark.parametrize("mode", [Mode.AR, Mode.SSD])
-def test_log_probabilities_are_those_of_transformers(target: Target, plain: Any, prompts: list[list[int]], mode: Mode) -> None:
-    asked = [SamplingParams(NEW, logprobs=5), SamplingParams(NEW, logprobs=5, temperature=1.0, top_p=0.9, presence_penalty=1.0, seed=1)]
+def test_log_probabilities_are_those_of_transformers(
+    target: Target, plain: Any, prompts: list[list[int]], mode: Mode
+) -> None:
+    asked = [
+        SamplingParams(NEW, logprobs=5),
+        SamplingParams(NEW, logprobs=5, temperature=1.0, top_p=0.9, presence_penalty=1.0, seed=1),
+    ]
     with _engine(target, mode, batch_size=2) as engine:
         names = [engine.submit(prompts[0], params) for params in asked]
         ended = drain(engine)
@@ -152,14 +169,19 @@ def test_log_probabilities_are_those_of_transformers(target: Target, plain: Any,
 
 SCHEMA = {
     "type": "object",
-    "properties": {"title": {"type": "string", "maxLength": 30}, "parts": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}},
+    "properties": {
+        "title": {"type": "string", "maxLength": 30},
+        "parts": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+    },
     "required": ["title", "parts"],
     "additionalProperties": False,
 }
 
 
 @needs_drafter
-def test_constrained_answers_are_the_same_with_speculation_and_follow_their_schema(target: Target, prompts: list[list[int]]) -> None:
+def test_constrained_answers_are_the_same_with_speculation_and_follow_their_schema(
+    target: Target, prompts: list[list[int]]
+) -> None:
     """Tokens of many characters, of which some end one part of the value and begin the next."""
     answers = []
     for mode in (Mode.AR, Mode.SSD):
@@ -180,4 +202,6 @@ def test_no_shipped_prompt_is_in_the_corpus() -> None:
     assert overlap(prompts, corpus) == []
     asked = corpus[0].messages[0]
     copied = prompts[0]._replace(messages=({"role": "user", "content": asked["content"]},))
-    assert [found.prompt_id for found in overlap([copied], corpus)] == [copied.id], "the check finds a prompt that is there"
+    assert [found.prompt_id for found in overlap([copied], corpus)] == [copied.id], (
+        "the check finds a prompt that is there"
+    )

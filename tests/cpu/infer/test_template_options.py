@@ -1,4 +1,6 @@
-"""Options of the chat template reach what serving feeds the target; a drafter trained with others, or on shorter texts, is warned of."""
+"""Options of the chat template reach what serving feeds the target; a drafter trained with others, or on shorter
+texts, is warned of.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,15 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from data.render import render_prompt
+from data.chat.render import render_prompt
+from drafters.base.errors import UserError
+from drafters.base.settings import load_settings
 from drafters.eagle3_ssd.card import read_card, write_card
-from drafters.errors import UserError
-from drafters.settings import load_settings
-from drafters.template import TemplateOptions
+from drafters.targets.template import TemplateOptions
 from infer.config import EngineSettings, Mode
+from infer.engine.request import SamplingParams
 from infer.generate import complete
 from infer.launch import launch
-from infer.request import SamplingParams
 from infer.server.app import create_app
 from infer.server.driver import EngineThread
 from tests.chat_templates import QWEN3
@@ -32,7 +34,11 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path.parent / "target" / "chat_template.jinja").write_text(QWEN3)
     drafter = path.parent / "tiny-eagle3"
     facts = target_of(path).facts
-    update = {"template_options": {"enable_thinking": False}, "template_hash": facts.template_hash, "trained_length": 100}
+    update = {
+        "template_options": {"enable_thinking": False},
+        "template_hash": facts.template_hash,
+        "trained_length": 100,
+    }
     write_card(drafter, read_card(drafter).model_copy(update=update))
     return path
 
@@ -40,10 +46,14 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_serving_with_other_options_than_training_warns(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option, warns in (("template.enable_thinking=true", True), ("template.enable_thinking=false", False)):
         launch(load_settings(EngineSettings, recipe, [option]), Mode.SD, target_of(recipe)).close()
-        assert ("template.enable_thinking was False, is True now): expect lower acceptance" in capsys.readouterr().err) == warns
+        assert (
+            "template.enable_thinking was False, is True now): expect lower acceptance" in capsys.readouterr().err
+        ) == warns
 
 
-def test_a_request_that_may_grow_longer_than_texts_of_training_warns_once(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_request_that_may_grow_longer_than_texts_of_training_warns_once(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Fault 3."""
     with launch(load_settings(EngineSettings, recipe, ["max_model_len=200"]), Mode.SD, target_of(recipe)) as engine:
         engine.submit([1] * 60, SamplingParams(40))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from infer.text import REPLACEMENT, AnswerText, Detokenizer, decode, first_stop, held_length, token_bytes
+from infer.text.detokenize import REPLACEMENT, AnswerText, Detokenizer, decode, first_stop, held_length, token_bytes
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -56,7 +56,9 @@ def test_bytes_that_stay_incomplete_come_with_the_flush() -> None:
 
 
 def plainly_stopped(text: str, stop: list[str]) -> tuple[str, int, bool]:
-    """Character by character: the text before the stop string that is complete first, and the characters read until then."""
+    """Character by character: the text before the stop string that is complete first, and the characters read until
+    then.
+    """
     for end in range(1, len(text) + 1):
         complete = [string for string in stop if text[:end].endswith(string)]
         if complete:
@@ -88,14 +90,21 @@ def test_a_stop_string_may_end_in_the_bytes_that_a_flush_gives() -> None:
 
 @pytest.mark.parametrize(
     ("text", "stop", "start"),
-    [("abc", ["c"], 2), ("abc", ["bc", "c"], 1), ("xyz12", ["xyz12", "yz"], 1), ("abc", ["d"], None), ("abc", [], None)],
+    [
+        ("abc", ["c"], 2),
+        ("abc", ["bc", "c"], 1),
+        ("xyz12", ["xyz12", "yz"], 1),
+        ("abc", ["d"], None),
+        ("abc", [], None),
+    ],
 )
 def test_first_stop(text: str, stop: list[str], start: int | None) -> None:
     assert first_stop(text, stop) == start
 
 
 @pytest.mark.parametrize(
-    ("text", "stop", "length"), [("a. EN", ["END"], 2), ("a. EN", ["ENDE", "NO"], 2), ("END", ["END"], 0), ("", ["END"], 0), ("abc", [], 0)]
+    ("text", "stop", "length"),
+    [("a. EN", ["END"], 2), ("a. EN", ["ENDE", "NO"], 2), ("END", ["END"], 0), ("", ["END"], 0), ("abc", [], 0)],
 )
 def test_held_length(text: str, stop: list[str], length: int) -> None:
     assert held_length(text, stop) == length

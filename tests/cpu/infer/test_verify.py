@@ -1,10 +1,12 @@
 """Verification is lossless on every path: the tokens it commits are distributed as the target's own samples.
 
-A target and a drafter over 5 tokens, each a table p(next | last), the drafter over 4 of them only. Requests run with real rounds
-until two tokens are committed; the pairs are compared with p(x1) p(x2 | x1) by chi-square (25 cells), the first tokens too (5).
+A target and a drafter over 5 tokens, each a table p(next | last), the drafter over 4 of them only. Requests run with
+real rounds until two tokens are committed; the pairs are compared with p(x1) p(x2 | x1) by chi-square (25 cells), the
+first tokens too (5).
 
-Power, with n = 4000 requests and a test at level 1e-4: an effect of w = 0.14 (two tokens) or w = 0.11 (one token) is found with
-probability 0.99, w^2 = sum (actual - target)^2 / target. The broken verifiers below have w > 0.35; they must fail at 1e-6.
+Power, with n = 4000 requests and a test at level 1e-4: an effect of w = 0.14 (two tokens) or w = 0.11 (one token) is
+found with probability 0.99, w^2 = sum (actual - target)^2 / target. The broken verifiers below have w > 0.35; they
+must fail at 1e-6.
 """
 
 from __future__ import annotations
@@ -17,19 +19,34 @@ import pytest
 import torch
 from torch import Tensor
 
-import infer.verify
-from infer.kernels.accept import Proposal, Verdict, accept, accept_greedy
-from infer.kernels.adjust import Text, adjust_logits_reference
-from infer.kernels.saguaro import tilt
-from infer.kernels.sample import Purpose, Sampling, process_logits, process_logits_reference, sample_from, uniforms
-from infer.verify import RowToVerify, verify_rows
+import infer.engine.verify
+from infer.engine.verify import RowToVerify, verify_rows
+from infer.kernels.sampling.accept import Proposal, Verdict, accept, accept_greedy
+from infer.kernels.sampling.adjust import Text, adjust_logits_reference
+from infer.kernels.sampling.saguaro import tilt
+from infer.kernels.sampling.sample import (
+    Purpose,
+    Sampling,
+    process_logits,
+    process_logits_reference,
+    sample_from,
+    uniforms,
+)
 
 N, VOCAB, LOOKAHEAD, START = 4000, 5, 2, 11
 DRAFT_IDS = torch.tensor([0, 1, 3, 4])  # token 2 is outside the draft vocabulary
 TARGET_LOGITS = torch.tensor(
-    [[2.0, 1.0, 0.5, 0.0, -1.0], [0.0, 0.0, 1.0, 1.5, 0.5], [1.0, -0.5, 0.0, 1.0, 1.0], [0.0, 2.0, 0.5, 0.0, 1.0], [1, 0, 0, 0, 1]]
+    [
+        [2.0, 1.0, 0.5, 0.0, -1.0],
+        [0.0, 0.0, 1.0, 1.5, 0.5],
+        [1.0, -0.5, 0.0, 1.0, 1.0],
+        [0.0, 2.0, 0.5, 0.0, 1.0],
+        [1, 0, 0, 0, 1],
+    ]
 )
-DRAFT_LOGITS = torch.tensor([[1.5, 2.0, 0.0, 1.0], [2.0, 0.0, 0.5, 1.5], [0.0, 1.0, 1.0, 0.0], [2.5, 0.5, 0.0, 0.0], [0.0, 1.0, 2.0, 1.0]])
+DRAFT_LOGITS = torch.tensor(
+    [[1.5, 2.0, 0.0, 1.0], [2.0, 0.0, 0.5, 1.5], [0.0, 1.0, 1.0, 0.0], [2.5, 0.5, 0.0, 0.0], [0.0, 1.0, 2.0, 1.0]]
+)
 LEVEL, BROKEN_LEVEL = 1e-4, 1e-6
 
 Drafting = Callable[[list[int], list[int], list[int]], tuple[list[tuple[int, ...]], list[Proposal | None]]]
@@ -37,7 +54,9 @@ Judge = Callable[[Tensor, Sequence[int], Proposal | None, Sequence[float], Seque
 
 
 def draft_drawn(last: list[int], seeds: list[int], positions: list[int], c: float = 1.0, report_tilted: bool = True):
-    """What a hit or a JIT answer brings: tokens drawn one after another from (tilted) q, and the rows they were drawn from."""
+    """What a hit or a JIT answer brings: tokens drawn one after another from (tilted) q, and the rows they were drawn
+    from.
+    """
     tokens, rows = torch.tensor(last), []
     drafted = []
     for place in range(1, LOOKAHEAD + 1):
@@ -52,7 +71,9 @@ def draft_drawn(last: list[int], seeds: list[int], positions: list[int], c: floa
 
 
 def draft_chosen(last: list[int], seeds: list[int], positions: list[int]):
-    """What an n-gram look-up or a greedy drafter brings: a function of the text, token 2 outside the draft vocabulary included."""
+    """What an n-gram look-up or a greedy drafter brings: a function of the text, token 2 outside the draft vocabulary
+    included.
+    """
     drafted: list[tuple[int, ...]] = [((token + 2) % VOCAB, (token + 4) % VOCAB)[: 1 + token % 2] for token in last]
     return drafted, [None] * len(last)
 
@@ -99,7 +120,9 @@ def shifted_proposals(logits_RV: Tensor, rows: list[RowToVerify]) -> list[Verdic
 
 
 def run(draft: Drafting, sampling: Sequence[Sampling], verify: Callable = verify_rows) -> list[list[int]]:
-    """The first two tokens of one request per sampling record, all in one batch; the last committed token before them is 0."""
+    """The first two tokens of one request per sampling record, all in one batch; the last committed token before them
+    is 0.
+    """
     texts: list[list[int]] = [[0] for _ in sampling]
     while active := [i for i, text in enumerate(texts) if len(text) < 3]:
         last = [texts[i][-1] for i in active]
@@ -129,9 +152,13 @@ def chi_square_p(texts: Sequence[Sequence[int]], sampling: Sampling, tokens: int
 
 
 def _expected_rows(sampling: Sampling, place: int) -> Tensor:
-    """Row t: the target's distribution after token t, which is the prompt's last token (place 0) or the answer's first (place 1)."""
+    """Row t: the target's distribution after token t, which is the prompt's last token (place 0) or the answer's first
+    (place 1).
+    """
     answers = [[token][:place] for token in range(VOCAB)]
-    rows = [adjust_logits_reference(TARGET_LOGITS[t][None], sampling, Text([0], answers[t]), [[]]) for t in range(VOCAB)]
+    rows = [
+        adjust_logits_reference(TARGET_LOGITS[t][None], sampling, Text([0], answers[t]), [[]]) for t in range(VOCAB)
+    ]
     return process_logits_reference(torch.cat(rows), [sampling] * VOCAB).double()
 
 
@@ -184,7 +211,7 @@ def test_penalties_over_committed_tokens_only_are_found(sampling: Sampling, monk
     def without_path(logits: Tensor, own: Sampling, text: Text, paths: Sequence[Sequence[int]]) -> Tensor:
         return adjust_logits_reference(logits, own, text, [[]] * len(paths))
 
-    monkeypatch.setattr(infer.verify, "adjust_logits", without_path)
+    monkeypatch.setattr(infer.engine.verify, "adjust_logits", without_path)
     assert chi_square_p(run(PATHS["drawn"], requests(sampling)[:1500]), sampling, 2) < BROKEN_LEVEL
 
 
@@ -201,13 +228,17 @@ def test_a_batch_of_mixed_settings_and_paths() -> None:
         assert {tuple(got) for got, own in zip(texts, sampling, strict=True) if replace(own, seed=0) == kind} == {text}
 
 
-def broken_greedy(p: Tensor, drafted: Sequence[int], proposal: Proposal | None, u: Sequence[float], bonus: Sequence[float]) -> Verdict:
+def broken_greedy(
+    p: Tensor, drafted: Sequence[int], proposal: Proposal | None, u: Sequence[float], bonus: Sequence[float]
+) -> Verdict:
     """Broken on purpose: accepts while the drafted token is the argmax, then samples."""
     accepted = accept_greedy(p.argmax(-1).tolist(), drafted).num_accepted
     return Verdict(accepted, int(sample_from(p[accepted][None], torch.tensor([bonus[accepted]]))))
 
 
-def broken_residual(p: Tensor, drafted: Sequence[int], proposal: Proposal | None, u: Sequence[float], bonus: Sequence[float]) -> Verdict:
+def broken_residual(
+    p: Tensor, drafted: Sequence[int], proposal: Proposal | None, u: Sequence[float], bonus: Sequence[float]
+) -> Verdict:
     """Broken on purpose: after a rejection the bonus token comes from p instead of the residual."""
     accepted = accept(p, drafted, proposal, u, bonus).num_accepted
     return Verdict(accepted, int(sample_from(p[accepted][None], torch.tensor([bonus[accepted]]))))
@@ -238,7 +269,9 @@ def test_a_seed_repeats_its_tokens_whatever_else_is_in_the_batch() -> None:
 
 def test_greedy_rows_beside_sampled_ones_follow_the_argmax() -> None:
     logits = torch.full((7, VOCAB), 0.0)
-    logits[torch.arange(7), torch.tensor([3, 1, 2, 4, 0, 1, 3])] = 1e-3  # close calls: sampling would rarely repeat them
+    logits[torch.arange(7), torch.tensor([3, 1, 2, 4, 0, 1, 3])] = (
+        1e-3  # close calls: sampling would rarely repeat them
+    )
     sampled = Sampling(5.0, seed=1)
     rows = [
         RowToVerify(0, START, (3, 1)),

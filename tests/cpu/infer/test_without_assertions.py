@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from infer.messages import VERSION
+from infer.ipc.messages import VERSION
 from tests.cpu.infer.recipe import write_recipe
 
 ROOT = Path(__file__).parents[3]
@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[3]
 CHILD = """
 import json, sys
 from data import synthesize
-from drafters.errors import UserError, run_command
+from drafters.base.errors import UserError, run_command
 from infer import evaluate, generate, serve
-from infer.messages import _HEAD, unpack
+from infer.ipc.messages import _HEAD, unpack
 from train import eagle3_selfcond
 
 assert False, "assertions are on"

@@ -1,4 +1,5 @@
-"""Run by `test_fused_loss` in Triton's interpreter: cases of the fused kernels against the plain chunk; prints a line for each.
+"""Run by `test_fused_loss` in Triton's interpreter: cases of the fused kernels against the plain chunk; prints a line
+for each.
 
 In fp16 and fp32: the interpreter takes the bits of bf16 for integers in a product.
 """
@@ -11,8 +12,8 @@ from itertools import product
 import torch
 from torch.nn import functional as F
 
-from train import fused_loss
-from train.losses import Mix, Teacher, _chunk
+from train.objective.losses import Mix, Teacher, _chunk
+from train.ops import fused_loss
 
 N, HIDDEN, VOCAB, POSITIONS = 9, 24, 203, 7  # no size is a multiple of a tile
 
@@ -45,5 +46,8 @@ if __name__ == "__main__":
     temperature = int(sys.argv[1])
     fused_loss.ROW_BLOCK = 64  # several blocks a row
     for has_bonus, sharpness in product((False, True), (1.0, 20.0)):
-        for mix, dtype in ((Mix(1.0, 0.0, temperature), torch.float16), (Mix(0.7, 0.4, temperature, 2), torch.float32)):
+        for mix, dtype in (
+            (Mix(1.0, 0.0, temperature), torch.float16),
+            (Mix(0.7, 0.4, temperature, 2), torch.float32),
+        ):
             compare(mix, has_bonus, dtype, sharpness)

@@ -1,7 +1,7 @@
 """Training commands in several processes at once, under the configs for accelerate that ship.
 
-`launched` is `accelerate launch` itself, which imports everything in each process; `forked` gives processes the same environment, but
-forks them from one that has imported everything, and takes a second or two.
+`launched` is `accelerate launch` itself, which imports everything in each process; `forked` gives processes the same
+environment, but forks them from one that has imported everything, and takes a second or two.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch
 import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
 
-from drafters.errors import run_command
+from drafters.base.errors import run_command
 from tests.cpu.train.runs import ROOT, command, recipe
 from train import eagle3_selfcond
 
 CONFIGS = ROOT / "recipes" / "accelerate"
 PRELOADED = [  # what takes long to import
     "tests.cpu.train.processes",
-    "train.loop",
-    "train.prepare",
-    "train.zero",
+    "train.trainer.loop",
+    "train.trainer.prepare",
+    "train.parallel.zero",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "deepspeed.runtime.zero.muon.original_muon",
@@ -40,7 +40,9 @@ def launched(place: Path, output: str, config: str, processes: int, **changes: A
     """Train under `accelerate launch` on CPUs. Returns the run's directory."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
     done = command(
-        ["--config", written(place, output, **changes), "--debug"], [*launch, "--num_processes", str(processes)], CUDA_VISIBLE_DEVICES=""
+        ["--config", written(place, output, **changes), "--debug"],
+        [*launch, "--num_processes", str(processes)],
+        CUDA_VISIBLE_DEVICES="",
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert f"training in {processes} process" in done.stdout + done.stderr

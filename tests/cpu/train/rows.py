@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from data.pack import PackedRow
-from train.features import Features
+from data.chat.pack import PackedRow
+from train.target_features.features import Features
 
 TAPS = (1, 3, 5)
 

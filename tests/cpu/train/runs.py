@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from drafters.settings import build_settings
+from drafters.base.settings import build_settings
 from tests.tiny import save_tiny_target
 from train.config import TrainSettings
-from train.console import Console
-from train.launch import rank
-from train.loop import train
-from train.prepare import Caller, prepare
-from train.state import read_state, states
+from train.monitor.console import Console
+from train.parallel.launch import rank
+from train.trainer.loop import train
+from train.trainer.prepare import Caller, prepare
+from train.trainer.state import read_state, states
 
 ROOT = Path(__file__).parents[3]
 ENTRY = ROOT / "train" / "eagle3_selfcond.py"
@@ -62,7 +62,9 @@ def run(place: Path, output: str, **changes: Any) -> Path:
 def weights(directory: Path) -> dict[str, torch.Tensor]:
     """The fp32 weights and moments in the newest state."""
     saved, _ = read_state(states(directory / "states")[-1])
-    return saved.state.weights | {f"{name} {moment}": x for moment, part in saved.state.moments.items() for name, x in part.items()}
+    return saved.state.weights | {
+        f"{name} {moment}": x for moment, part in saved.state.moments.items() for name, x in part.items()
+    }
 
 
 def losses(directory: Path) -> list[float]:
@@ -78,5 +80,9 @@ def heldout(directory: Path) -> dict[str, Any]:
 
 def command(arguments: list[str], launcher: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*launcher, str(ENTRY), *arguments], capture_output=True, text=True, env={**os.environ, **environment}, check=False
+        [*launcher, str(ENTRY), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
     )

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafters.eagle3_ssd.config import DrafterConfig
 from drafters.eagle3_ssd.model import Eagle3Drafter
-from train.features import Features
+from train.target_features.features import Features
 
 VOCAB, DRAFT_VOCAB, HIDDEN = 40, 24, 16
 

@@ -1,4 +1,6 @@
-"""Attention that keeps no scores against plain attention over explicit keys, in value and gradient; and the compiled rows against torch."""
+"""Attention that keeps no scores against plain attention over explicit keys, in value and gradient; and the compiled
+rows against torch.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from infer.kernels import cpu_attention
-from train import anchor_attention
-from train.anchor_attention import Span, attend, attend_rows
+from train.ops import anchor_attention, cpu_attention
+from train.ops.anchor_attention import Span, attend, attend_rows
 
 B, T, A, N, M, D = 2, 23, 5, 4, 2, 8
 
 
 class Case:
-    """Random queries and keys, runs of seen slots; of several queries of an anchor, each sees the own keys up to it, and one more."""
+    """Random queries and keys, runs of seen slots; of several queries of an anchor, each sees the own keys up to it,
+    and one more.
+    """
 
     def __init__(self, queries: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(queries)
@@ -46,7 +49,9 @@ class Case:
     def plain(self) -> Tensor:
         """Softmax over all keys of each query, written out."""
         queries = self.query.shape[1] // A
-        own_k, own_v = (torch.cat([x.view(B, A, -1, M, D) for x in parts], dim=2) for parts in zip(*self.own, strict=True))
+        own_k, own_v = (
+            torch.cat([x.view(B, A, -1, M, D) for x in parts], dim=2) for parts in zip(*self.own, strict=True)
+        )
         own_seen = torch.ones(1, 1, queries, own_k.shape[2], dtype=torch.bool) if self.mask is None else self.mask
         result = torch.empty_like(self.query).float().tolist()
         for b in range(B):
@@ -76,7 +81,9 @@ def test_values_and_gradients_are_those_of_plain_attention(queries: int, way: st
     out, plain = case.attend(), case.plain()
     torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-5)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
-    for own, expected in zip(torch.autograd.grad(out, case.leaves(), grad), torch.autograd.grad(plain, case.leaves(), grad), strict=True):
+    for own, expected in zip(
+        torch.autograd.grad(out, case.leaves(), grad), torch.autograd.grad(plain, case.leaves(), grad), strict=True
+    ):
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -87,7 +94,10 @@ def test_bf16_is_near(queries: int, way: str) -> None:
     plain = case.plain()
     torch.testing.assert_close(out.float(), plain, rtol=3e-2, atol=3e-2)
     ones = torch.ones(out.shape)
-    found, wanted = torch.autograd.grad(out, case.leaves(), ones.bfloat16()), torch.autograd.grad(plain, case.leaves(), ones)
+    found, wanted = (
+        torch.autograd.grad(out, case.leaves(), ones.bfloat16()),
+        torch.autograd.grad(plain, case.leaves(), ones),
+    )
     for own, expected in zip(found, wanted, strict=True):
         assert (own.float() - expected.float()).norm() < 0.03 * expected.float().norm()
 

@@ -5,12 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 
-from train.chained import RECALL_SIZES, by_position, confidence_pairs, fit_law, hit_rate_of, retention_of, tables
-from train.drafting import Answer
-from train.replay import Round
+from train.validation.chained import (
+    RECALL_SIZES,
+    by_position,
+    confidence_pairs,
+    fit_law,
+    hit_rate_of,
+    retention_of,
+    tables,
+)
+from train.validation.drafting import Answer
+from train.validation.replay import Round
 
 
-def made(accepted: int, fresh: int = 0, hit: bool = False, place: int | None = 0, slot: int = 0, sure: tuple[float, ...] = ()) -> Round:
+def made(
+    accepted: int,
+    fresh: int = 0,
+    hit: bool = False,
+    place: int | None = 0,
+    slot: int = 0,
+    sure: tuple[float, ...] = (),
+) -> Round:
     return Round(slot, 2, accepted, fresh, hit, place, sure)
 
 
@@ -29,7 +44,10 @@ def test_the_law_is_found_in_rounds_that_follow_it() -> None:
     for k, share, scale in ((0, 4, 0.8), (1, 3, 0.8), (2, 9, 0.4)):
         missed = [scale * size**-0.5 for size in range(1, 200)]
         number = 2_000 * share
-        places = [next((i for i, miss in enumerate(missed) if u >= miss), None) for u in ((n + 0.5) / number for n in range(number))]
+        places = [
+            next((i for i, miss in enumerate(missed) if u >= miss), None)
+            for u in ((n + 0.5) / number for n in range(number))
+        ]
         rounds += [made(k, place=place) for place in places]
     law = fit_law(rounds, 2)
     assert law is not None
@@ -54,6 +72,11 @@ def test_buckets_of_positions_double() -> None:
     places = (0, 127, 128, 255, 256, 511, 512)
     rounds = [made(i % 3, slot=slot) for i, slot in enumerate(places)]
     found = by_position([Answer(0, 1, 600)], [rounds], [rounds[:1]], torch.arange(600)[None])
-    assert [(b["from"], b["to"], b["rounds"]) for b in found] == [(0, 128, 2), (128, 256, 2), (256, 512, 2), (512, 1024, 1)]
+    assert [(b["from"], b["to"], b["rounds"]) for b in found] == [
+        (0, 128, 2),
+        (128, 256, 2),
+        (256, 512, 2),
+        (512, 1024, 1),
+    ]
     assert [b["tau_fresh"] for b in found] == [1.5, 2.0, 2.5, 1.0]
     assert [b["tau_lagged"] for b in found] == [1.0, None, None, None]

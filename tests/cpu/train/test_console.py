@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console as RichConsole
 
-from train import console as module
-from train.console import Console, clock
+from train.monitor import console as module
+from train.monitor.console import Console, clock
 
 
 @pytest.fixture

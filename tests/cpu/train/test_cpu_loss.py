@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.kernels import cpu_loss
-from train.losses import Figures, Mix, Teacher, _chunk
+from train.objective.losses import Figures, Mix, Teacher, _chunk
+from train.ops import cpu_loss
 
 N, VOCAB, POSITIONS = 37, 203, 20  # neither is a multiple of a vector
 
@@ -22,9 +22,13 @@ def teacher_of(generator: torch.Generator, dtype: torch.dtype) -> Teacher:
 
 @pytest.mark.parametrize("mix", [Mix(1.0, 0.0), Mix(0.0, 1.0), Mix(0.7, 0.4, fan_out=2)])
 @pytest.mark.parametrize("has_bonus", [False, True])
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float32, torch.float16), (torch.bfloat16, torch.float16)])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.float32), (torch.float32, torch.float16), (torch.bfloat16, torch.float16)]
+)
 @pytest.mark.parametrize("sharpness", [0.5, 5.0, 60.0])
-def test_rows_equal_the_plain_chunk(mix: Mix, has_bonus: bool, dtypes: tuple[torch.dtype, torch.dtype], sharpness: float) -> None:
+def test_rows_equal_the_plain_chunk(
+    mix: Mix, has_bonus: bool, dtypes: tuple[torch.dtype, torch.dtype], sharpness: float
+) -> None:
     generator = torch.Generator().manual_seed(0)
     teacher = teacher_of(generator, dtypes[1])
     logits = (sharpness * torch.randn(N, VOCAB, generator=generator)).to(dtypes[0])
@@ -42,16 +46,22 @@ def test_rows_equal_the_plain_chunk(mix: Mix, has_bonus: bool, dtypes: tuple[tor
     assert 0 < columns.correct.sum() < N and columns.found.sum() > 0 and (columns.bonus > 0).any() == has_bonus
 
 
-def by_kernel(logits: Tensor, teacher: Teacher, rows: Tensor, scales: Tensor, mix: Mix, has_bonus: bool) -> tuple[Tensor, Tensor]:
+def by_kernel(
+    logits: Tensor, teacher: Teacher, rows: Tensor, scales: Tensor, mix: Mix, has_bonus: bool
+) -> tuple[Tensor, Tensor]:
     assert cpu_loss.available(logits, teacher.probs)
     weights = cpu_loss.Weights(mix.kl, mix.acceptance, has_bonus, mix.fan_out)
-    figures = cpu_loss.loss_rows(logits, teacher.probs, rows, teacher.best[rows], teacher.inside[rows], scales, weights)
+    figures = cpu_loss.loss_rows(
+        logits, teacher.probs, rows, teacher.best[rows], teacher.inside[rows], scales, weights
+    )
     return figures, logits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probabilities_are_rounded_once(dtype: torch.dtype) -> None:
-    """As torch rounds them, but for ties that the compiled exponential's last bit decides; the smallest are subnormal in fp16."""
+    """As torch rounds them, but for ties that the compiled exponential's last bit decides; the smallest are subnormal
+    in fp16.
+    """
     logits = (6 * torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0))).to(dtype)
     normaliser = logits.float().logsumexp(-1) + 0.1
     found, plain = torch.empty(logits.shape, dtype=torch.float16), (logits.float() - normaliser[:, None]).exp().half()

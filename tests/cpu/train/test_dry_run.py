@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from drafters.errors import UserError
-from drafters.settings import build_settings
+from drafters.base.errors import UserError
+from drafters.base.settings import build_settings
 from tests.cpu.train.small import TWO_ROWS, packed
 from tests.tiny import save_tiny_target, tiny_model
 from train.config import TrainSettings
+from train.costs.memory import Sharding, peak
+from train.costs.plan import flops, products
+from train.costs.sizes import target_size
 from train.dry_run import LAUNCHES, Launch, count, dry_run, make_plan, size, stage_forwards, turn_sizes
-from train.memory import Sharding, peak
-from train.plan import flops, products
-from train.sizes import target_size
 
 ROOT = Path(__file__).parents[3]
 H100 = Launch("H100", 1, Sharding.NONE, 0.5)
@@ -33,7 +33,10 @@ def recipe(target: str, data: str, row_length: int = 96, **changes: Any) -> Trai
         "output": "unused",
         "data": {"paths": [data], "row_length": row_length, "heldout_conversations": 6},
         "drafter": {"draft_vocab_size": 32, "num_hidden_layers": 2},
-        "curriculum": [{"steps": 50, "depth": 1, "anchors_per_row": 8}, {"steps": 30, "depth": 3, "anchors_per_row": 4}],
+        "curriculum": [
+            {"steps": 50, "depth": 1, "anchors_per_row": 8},
+            {"steps": 30, "depth": 3, "anchors_per_row": 4},
+        ],
         "batch": {"rows_per_step": 4, "rows_per_forward": 2},
         **changes,
     }
@@ -48,7 +51,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "target" / "model.safetensors").unlink()
     with (directory / "data.jsonl").open("w") as file:
         for number in range(40):
-            messages = [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": "abcde" * (1 + number % 4)}]
+            messages = [
+                {"role": "user", "content": f"question {number}"},
+                {"role": "assistant", "content": "abcde" * (1 + number % 4)},
+            ]
             file.write(json.dumps({"id": str(number), "messages": messages}) + "\n")
     return directory
 
@@ -61,13 +67,27 @@ def test_sizes_come_from_config_json_alone(place: Path) -> None:
     (place / "recipe" / "target-config.json").write_bytes((place / "target" / "config.json").read_bytes())
     beside = target_size("owner/on-the-hub", place / "recipe" / "train.yaml")
     assert beside.directory is None and beside[2:] == found[2:]
-    with pytest.raises(UserError, match=r"'owner/on-the-hub' is not on this machine and there is no .*target-config.json"):
+    with pytest.raises(
+        UserError, match=r"'owner/on-the-hub' is not on this machine and there is no .*target-config.json"
+    ):
         target_size("owner/on-the-hub", place / "train.yaml")
 
 
 def test_a_token_meets_only_the_experts_it_visits(tmp_path: Path) -> None:
-    config = {"model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2}
+    config = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+    }
+    config |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    }
     config |= {"moe_intermediate_size": 16, "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = target_size(str(tmp_path), tmp_path / "train.yaml")
@@ -92,7 +112,9 @@ def test_work_and_time_of_a_stage(place: Path) -> None:
     assert all(forward.rows == 2 and forward.anchors == 4 and forward.depth == 3 for forward in done)
     mean = sum(flops(products(plan.config, forward)) for forward in done) / len(done)
     cost = plan.costs[1]
-    assert cost.flops == pytest.approx(2 * mean) and cost.seconds == pytest.approx(2 * 4 * 2 * LAUNCHES)  # two forwards of four steps
+    assert cost.flops == pytest.approx(2 * mean) and cost.seconds == pytest.approx(
+        2 * 4 * 2 * LAUNCHES
+    )  # two forwards of four steps
     two = make_plan(settings, place / "train.yaml", H100._replace(ranks=2)).costs[1]
     assert two.flops == pytest.approx(cost.flops, rel=0.05) and two.seconds == pytest.approx(cost.seconds / 2)
     slow = make_plan(settings, place / "train.yaml", H100._replace(share=1e-6)).costs[1]
@@ -101,7 +123,11 @@ def test_work_and_time_of_a_stage(place: Path) -> None:
 
 def test_online_features_cost_a_forward_of_the_target(place: Path) -> None:
     plans = [
-        make_plan(recipe(str(place / "target"), str(place / "data.jsonl"), features={"mode": mode}), place / "train.yaml", H100)
+        make_plan(
+            recipe(str(place / "target"), str(place / "data.jsonl"), features={"mode": mode}),
+            place / "train.yaml",
+            H100,
+        )
         for mode in ("offline", "online")
     ]
     more = plans[1].costs[0].flops - plans[0].costs[0].flops
@@ -109,7 +135,9 @@ def test_online_features_cost_a_forward_of_the_target(place: Path) -> None:
 
 
 def test_the_targets_share_of_a_ranks_memory(place: Path) -> None:
-    """Whole beside training; cut over the ranks but for its ends and the layers at work; gone but for its ends once features are stored."""
+    """Whole beside training; cut over the ranks but for its ends and the layers at work; gone but for its ends once
+    features are stored.
+    """
 
     def held(**features: str) -> float:
         settings = recipe(str(place / "target"), str(place / "data.jsonl"), features=features)
@@ -119,7 +147,9 @@ def test_the_targets_share_of_a_ranks_memory(place: Path) -> None:
 
     model = tiny_model()
     size = 2 if recipe("x", "y").dtype == "bfloat16" else 4
-    whole, end = (size * number for number in (sum(p.numel() for p in model.parameters()), model.lm_head.weight.numel()))
+    whole, end = (
+        size * number for number in (sum(p.numel() for p in model.parameters()), model.lm_head.weight.numel())
+    )
     ends = end if model.config.tie_word_embeddings else 2 * end
     assert held(mode="online") == whole and held(mode="offline") == pytest.approx(ends)
     gathered = 2 * (whole - 2 * end) / model.config.num_hidden_layers
@@ -140,10 +170,17 @@ def test_more_depth_takes_more_and_recomputation_keeps_less(place: Path) -> None
 
 def test_the_shipped_recipe_is_planned_without_a_download(tmp_path: Path) -> None:
     """In a process without a network, a cache or data: what stands in the repository is enough."""
-    command = [sys.executable, str(ROOT / "train" / "eagle3_selfcond.py"), "--config", str(ROOT / "recipes/smollm2-135m/train.yaml")]
+    command = [
+        sys.executable,
+        str(ROOT / "train" / "eagle3_selfcond.py"),
+        "--config",
+        str(ROOT / "recipes/smollm2-135m/train.yaml"),
+    ]
     environment = {"SSD_DRAFTERS_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     environment |= {"PATH": "", "COLUMNS": "120", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        [*command, "--dry-run"], capture_output=True, text=True, env=environment, cwd=tmp_path, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "135M parameters, 269.0 MB" in done.stdout and "9.81M parameters trained, 28.3M frozen" in done.stdout
     assert "Expected hours on 1 x H100 at 40% of 989TFLOP/s" in done.stdout
@@ -151,7 +188,7 @@ def test_the_shipped_recipe_is_planned_without_a_download(tmp_path: Path) -> Non
 
 
 def test_a_mistyped_device_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from drafters.errors import run_command
+    from drafters.base.errors import run_command
     from train.eagle3_selfcond import main
 
     arguments = ["--config", str(ROOT / "recipes/smollm2-135m/train.yaml"), "--dry-run"]

@@ -1,4 +1,6 @@
-"""The variants of the experiment: valid recipes that differ in what they compare, at the same start, seed, rows and work."""
+"""The variants of the experiment: valid recipes that differ in what they compare, at the same start, seed, rows and
+work.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from drafters.settings import load_settings
+from drafters.base.settings import load_settings
 from train.config import Stage, TrainSettings
-from train.plan import flops, forwards, products, replayed
-from train.sizes import drafter_config, target_size
+from train.costs.plan import flops, forwards, products, replayed
+from train.costs.sizes import drafter_config, target_size
 
 PLACE = Path(__file__).parents[3] / "recipes" / "smollm2-135m" / "experiments"
 FROM_WARM = ("A", "B-flat", "B-visited", "C-replay", "C-window", "D-bonus", "E-acceptance")
@@ -29,9 +31,14 @@ def work(settings: TrainSettings, layers: int) -> float:
 
     def of(stage: Stage) -> float:
         rows = [ROW] * settings.batch.rows_per_step
-        done = forwards(rows, settings.data.row_length, stage.depth, stage.anchors_per_row, settings.batch.rows_per_forward)
+        done = forwards(
+            rows, settings.data.row_length, stage.depth, stage.anchors_per_row, settings.batch.rows_per_forward
+        )
         if stage.replay:
-            done = [replayed(forward, settings.loss.serving.lookahead, settings.loss.serving.refresh, stage.depth) for forward in done]
+            done = [
+                replayed(forward, settings.loss.serving.lookahead, settings.loss.serving.refresh, stage.depth)
+                for forward in done
+            ]
         return stage.steps * sum(flops(products(config, forward)) for forward in done)
 
     return sum(of(stage) for stage in settings.curriculum)

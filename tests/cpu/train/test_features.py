@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafters.targets import Target, load_target
+from drafters.targets.target import Target, load_target
 from tests.cpu.train.rows import TAPS, rows
 from tests.tiny import save_tiny_target
-from train import features
-from train.features import compute_features, full_vocabulary
+from train.target_features import features
+from train.target_features.features import compute_features, full_vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def test_a_document_alone_has_the_same_features(target: Target) -> None:
 
 
 def features_context(ids: torch.Tensor) -> object:
-    from infer.kernels.paged_attention import DocumentContext
+    from infer.kernels.attention.paged import DocumentContext
 
     return DocumentContext(torch.ones_like(ids))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from drafters.errors import UserError
-from train.gpus import GPUS, gpu_named, gpu_of_device
+from drafters.base.errors import UserError
+from train.costs.gpus import GPUS, gpu_named, gpu_of_device
 
 
 @pytest.mark.parametrize(

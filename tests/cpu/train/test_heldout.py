@@ -10,18 +10,18 @@ import torch
 
 from drafters.eagle3_ssd.checkpoint import LoadedDrafter, load_drafter
 from drafters.eagle3_ssd.speed import StepCosts
-from drafters.targets import Target, load_target
+from drafters.targets.target import Target, load_target
 from infer.config import EngineSettings, Mode
-from infer.draft_plan import DraftPlan
-from infer.figures import hit_rate, rounds_of, tokens_per_round
-from infer.request import Request, SamplingParams
+from infer.draft.plan import DraftPlan
+from infer.engine.request import Request, SamplingParams
+from infer.evaluation.figures import hit_rate, rounds_of, tokens_per_round
 from tests.replayed import complete, outline, plan_of, rows_of, serving_of, synchronous
 from tests.trained import random_prompts, run
 from train.config import HeldoutSettings, LossSettings
-from train.features import OnlineFeatures
-from train.heldout import Figures, measure, step_costs
-from train.objective import Objective
-from train.replay import replay
+from train.objective.objective import Objective
+from train.target_features.features import OnlineFeatures
+from train.validation.heldout import Figures, measure, step_costs
+from train.validation.replay import replay
 
 K, NEW, PROMPTS = 3, 58, 12
 POLICIES = ("uniform", "geometric", "lagged")
@@ -38,13 +38,22 @@ class Pair(NamedTuple):
 def pair(trained_pair: tuple[Target, Path]) -> Pair:
     target, drafter = trained_pair
     loaded = load_drafter(drafter, target.facts, target.embed_weight, torch.float32)
-    prompts = random_prompts(48, 4, target.facts.vocab_size, seed=5)  # those it was trained on: it drafts badly on others
+    prompts = random_prompts(
+        48, 4, target.facts.vocab_size, seed=5
+    )  # those it was trained on: it drafts badly on others
     return Pair(target, drafter, loaded, prompts[:PROMPTS])
 
 
 def settings_of(pair: Pair, **changes: object) -> EngineSettings:
     anywhere = {"target_devices": ("cpu",), "draft_devices": ("cpu",)}
-    common = {"target": "", "drafter": str(pair.drafter), "dtype": "float32", "lookahead": K, "budget": 8, "batch_size": PROMPTS}
+    common = {
+        "target": "",
+        "drafter": str(pair.drafter),
+        "dtype": "float32",
+        "lookahead": K,
+        "budget": 8,
+        "batch_size": PROMPTS,
+    }
     return EngineSettings.model_validate({**common, **anywhere, "max_model_len": 128, **changes})
 
 
@@ -71,7 +80,9 @@ def test_replayed_rounds_are_the_engines(pair: Pair, changes: dict[str, object])
         hits += sum(was_hit for was_hit, *_ in expected)
     assert hits > 50, "hits occur"
     for request, rounds in zip(served(pair, settings, Mode.SD), sd, strict=True):
-        assert [(r.offered, r.accepted) for r in rounds] == [outline(record)[1:] for record in complete(request, plan.lookahead)]
+        assert [(r.offered, r.accepted) for r in rounds] == [
+            outline(record)[1:] for record in complete(request, plan.lookahead)
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +96,9 @@ def figures(pair: Pair) -> Figures:
 
 
 def test_figures_agree_with_what_the_engine_measures(pair: Pair, figures: Figures) -> None:
-    """Tokens per round within 3 %, hit rate within 2 points; the engine's include the rounds that an answer's end cuts."""
+    """Tokens per round within 3 %, hit rate within 2 points; the engine's include the rounds that an answer's end
+    cuts.
+    """
     sd = rounds_of(served(pair, settings_of(pair), Mode.SD))
     ssd = rounds_of(served(pair, settings_of(pair, policy="uniform"), Mode.SSD))
     assert figures.values["tau_fresh"] == pytest.approx(tokens_per_round(sd), rel=0.03)
@@ -105,8 +118,12 @@ def test_figures_obey_their_laws(figures: Figures) -> None:
     for name in (*POLICIES, f"refresh {K}"):
         small, large = values[name]
         assert (small["budget"], large["budget"]) == (4, 8) and small["hit_rate"] < large["hit_rate"]
-    assert values["lagged"][0]["hit_rate"] >= values["uniform"][0]["hit_rate"], "where the budget is short, the tables spread it better"
-    assert values["predicted_speed"] == max(e["predicted_speed"] for name in (*POLICIES, f"refresh {K}") for e in values[name])
+    assert values["lagged"][0]["hit_rate"] >= values["uniform"][0]["hit_rate"], (
+        "where the budget is short, the tables spread it better"
+    )
+    assert values["predicted_speed"] == max(
+        e["predicted_speed"] for name in (*POLICIES, f"refresh {K}") for e in values[name]
+    )
     low, high = values["lagged"][1]["retention_interval"]
     assert low <= values["lagged"][1]["retention"] <= high
     assert sum(bucket["rounds"] for bucket in values["by_position"]) == values["rounds_fresh"]
@@ -118,7 +135,9 @@ def test_costs_follow_from_the_sizes_or_the_settings(pair: Pair) -> None:
     target = load_target(str(pair.drafter.parent / "target"), "float32", fuse_layers=False)  # as training loads it
     costs = step_costs(HeldoutSettings(), pair.loaded.model, target)
     layer = 32 * (32 + 2 * 16 + 32) + 3 * 32 * 64 + 2 * 32  # q, k and v, o; the MLP; two norms
-    drafter = layer + 32 * 64 + 32 + 32 + 256 * 32  # the first layer reads 64 inputs, and has a norm more; final norm, head
+    drafter = (
+        layer + 32 * 64 + 32 + 32 + 256 * 32
+    )  # the first layer reads 64 inputs, and has a norm more; final norm, head
     read = 6 * layer + 32 + 259 * 32
     assert costs.step == pytest.approx(drafter / read, rel=0.01) and costs.row == 0.03
     given = step_costs(HeldoutSettings(step_share=0.2, row_share=0.5), pair.loaded.model, target)

@@ -7,28 +7,33 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.chat.render import render_prompt
 from data.prompts import read_prompts
-from data.render import render_prompt
 from drafters.eagle3_ssd.checkpoint import load_drafter
-from drafters.targets import DTYPES, load_target
+from drafters.targets.target import DTYPES, load_target
 from infer.config import EngineSettings, Mode
-from infer.draft_plan import DraftPlan
-from infer.figures import hit_rate, rounds_of, tokens_per_round
-from infer.request import SamplingParams
-from infer.retention import paired_tokens
+from infer.draft.plan import DraftPlan
+from infer.engine.request import SamplingParams
+from infer.evaluation.figures import hit_rate, rounds_of, tokens_per_round
+from infer.evaluation.retention import paired_tokens
 from tests.replayed import plan_of, serving_of, synchronous
 from tests.trained import run
-from train.chained import hit_rate_of, retention_of
-from train.replay import Round, replay
+from train.validation.chained import hit_rate_of, retention_of
+from train.validation.replay import Round, replay
 
 ROOT = Path(__file__).resolve().parents[3]
-TARGET, DTYPE = "builtin:smollm2-135m", "float32"  # in bf16 near-ties fall otherwise in another batch: figures agree within 1 %
+TARGET, DTYPE = (
+    "builtin:smollm2-135m",
+    "float32",
+)  # in bf16 near-ties fall otherwise in another batch: figures agree within 1 %
 DRAFTER = ROOT / "drafters" / "pretrained" / "smollm2-135m-eagle3"
 PROMPTS = sorted((ROOT / "data" / "prompts").glob("*.jsonl"))
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(not DRAFTER.is_dir(), reason=f"no drafter at {DRAFTER.relative_to(ROOT)}: train one, or fetch it"),
+    pytest.mark.skipif(
+        not DRAFTER.is_dir(), reason=f"no drafter at {DRAFTER.relative_to(ROOT)}: train one, or fetch it"
+    ),
 ]
 
 
@@ -38,10 +43,19 @@ def tau(replayed: list[list[Round]]) -> float:
 
 
 def test_replay_agrees_with_the_engine() -> None:
-    """Tokens per round within 3 %, hit rate within 2 points, retention within 2 %; the engine's rounds at an answer's end are cut."""
+    """Tokens per round within 3 %, hit rate within 2 points, retention within 2 %; the engine's rounds at an answer's
+    end are cut.
+    """
     target = load_target(TARGET, DTYPE)
     anywhere = {"target_devices": ("cpu",), "draft_devices": ("cpu",)}  # not pinned: that would outlast the test
-    common = {"target": TARGET, "drafter": str(DRAFTER), "dtype": DTYPE, "batch_size": 4, "max_model_len": 512, **anywhere}
+    common = {
+        "target": TARGET,
+        "drafter": str(DRAFTER),
+        "dtype": DTYPE,
+        "batch_size": 4,
+        "max_model_len": 512,
+        **anywhere,
+    }
     settings = EngineSettings.model_validate({**common, "lookahead": 5, "budget": 18})
     prompts = [render_prompt(prompt.messages, target.tokenizer) for prompt in read_prompts(PROMPTS, 6)]
     params = SamplingParams(max_new_tokens=64)

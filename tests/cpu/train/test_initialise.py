@@ -1,4 +1,6 @@
-"""The norms of features and taps: their scale is the target's, only learnt ones move, and what is fed back keeps its scale."""
+"""The norms of features and taps: their scale is the target's, only learnt ones move, and what is fed back keeps its
+scale.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.render import Example
+from data.chat.render import Example
+from drafters.base.errors import UserError
 from drafters.eagle3_ssd.card import DrafterCard
 from drafters.eagle3_ssd.checkpoint import load_drafter, save_drafter
 from drafters.eagle3_ssd.model import Eagle3Drafter, RMSNorm
-from drafters.errors import UserError
-from drafters.targets import Target, load_target, tap_features
+from drafters.targets.target import Target, load_target, tap_features
 from tests.tiny import save_tiny_target
 from train.config import DrafterSettings
-from train.initialise import Start, start
-from train.unroll import Rows, unroll
+from train.objective.unroll import Rows, unroll
+from train.trainer.initialise import Start, start
 
 EXAMPLE = Example("one", [3 + i % 200 for i in range(64)], [0] * 8 + [1] * 56)
 UPPER_TAP = 3  # of a target of six layers
@@ -49,7 +51,9 @@ def test_norms_start_at_the_median_scale_of_the_targets_upper_tap(target: Target
     scale = taps.pow(2).mean(-1).sqrt().median().item()
     assert len(norms_of(drafter)) == 4
     for norm in norms_of(drafter):
-        assert torch.equal(norm.weight, norm.weight[:1].expand(32)) and norm.weight[0].item() == pytest.approx(scale, rel=1 / 128)
+        assert torch.equal(norm.weight, norm.weight[:1].expand(32)) and norm.weight[0].item() == pytest.approx(
+            scale, rel=1 / 128
+        )
     fused = drafter.fuse(torch.cat([taps] * 3, dim=-1))
     assert fused.pow(2).mean(-1).sqrt().median().item() == pytest.approx(scale, rel=0.1), "fc passes the upper tap on"
 
@@ -63,7 +67,13 @@ def test_fixed_norms_are_frozen_and_learnt_ones_are_not(target: Target, tmp_path
 def test_going_on_from_a_file_keeps_its_norms(target: Target, tmp_path: Path) -> None:
     first = started(target, tmp_path, feature_norm="fixed", fc_norm="fixed")
     card = DrafterCard(
-        target="t", target_weight_hash=None, tokenizer_hash=None, template_hash=None, lookahead=1, trained_depth=3, trained_length=64
+        target="t",
+        target_weight_hash=None,
+        tokenizer_hash=None,
+        template_hash=None,
+        lookahead=1,
+        trained_depth=3,
+        trained_length=64,
     )
     place = str(save_drafter(tmp_path / "first-eagle3", first.drafter, first.vocab, card))
     again = started(target, tmp_path, init=place, feature_norm="learnt").drafter

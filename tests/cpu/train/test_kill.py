@@ -1,4 +1,6 @@
-"""A training that is killed at any moment goes on from a whole state, and ends with the weights of one that was left alone."""
+"""A training that is killed at any moment goes on from a whole state, and ends with the weights of one that was left
+alone.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import torch
 import yaml
 
 from tests.cpu.train.runs import ENTRY, losses, make_place, recipe, weights
-from train.state import states
+from train.trainer.state import states
 
 KILLS, STEPS = 20, 260
 START_SECONDS = 120.0  # for the imports of a process on a busy machine
@@ -32,7 +34,9 @@ def start(place: Path, output: str) -> subprocess.Popen[str]:
     file = place / f"{output}.yaml"
     file.write_text(yaml.safe_dump(recipe(place, output, **changes)))
     arguments = [sys.executable, str(ENTRY), "--config", str(file)]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "RANK": ""})
+    return subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "RANK": ""}
+    )
 
 
 def steps_done(directory: Path) -> int:

@@ -1,4 +1,6 @@
-"""The loop: data order, learning rate, a resumed run that equals an uninterrupted one bit for bit, one process and two."""
+"""The loop: data order, learning rate, a resumed run that equals an uninterrupted one bit for bit, one process and
+two.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,18 @@ import pytest
 import torch
 import yaml
 
+from drafters.base.errors import UserError
+from drafters.base.settings import build_settings
 from drafters.eagle3_ssd.card import read_card
 from drafters.eagle3_ssd.checkpoint import load_drafter
-from drafters.errors import UserError
-from drafters.settings import build_settings
-from drafters.targets import load_target
+from drafters.targets.target import load_target
 from tests.cpu.train.runs import command, losses, make_place, recipe, run, weights
 from train.config import TrainSettings
-from train.console import Console
-from train.launch import rank
-from train.prepare import Caller, prepare, split
-from train.schedule import learning_rate, rows_of_step
-from train.state import Progress, states
+from train.monitor.console import Console
+from train.parallel.launch import rank
+from train.trainer.prepare import Caller, prepare, split
+from train.trainer.schedule import learning_rate, rows_of_step
+from train.trainer.state import Progress, states
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +34,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loss = {"depth_weights": "visited", "bonus": 0.5, "serving": {"lookahead": 2}}  # weights and rounds come from what the run has measured
-    stages = [{"steps": 3, "depth": 3, "anchors_per_row": 8}, {"steps": 5, "depth": 6, "anchors_per_row": 4, "replay": True}]
+    loss = {
+        "depth_weights": "visited",
+        "bonus": 0.5,
+        "serving": {"lookahead": 2},
+    }  # weights and rounds come from what the run has measured
+    stages = [
+        {"steps": 3, "depth": 3, "anchors_per_row": 8},
+        {"steps": 5, "depth": 6, "anchors_per_row": 4, "replay": True},
+    ]
     run(place, "whole", loss=loss, curriculum=stages)
-    import train.loop as loop
+    import train.trainer.loop as loop
 
     real_step = loop.train_step
 
@@ -71,9 +80,11 @@ def test_the_result_is_a_drafter_with_a_card(place: Path) -> None:
     assert "<h2>Held-out: by depth</h2>" in (place / "card" / "report.html").read_text()
 
 
-def test_the_best_drafter_is_the_fastest_not_the_one_with_the_lowest_loss(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_drafter_is_the_fastest_not_the_one_with_the_lowest_loss(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fault 8: the loss goes on falling while tokens per round fall."""
-    import train.heldout as heldout
+    import train.validation.heldout as heldout
 
     measured: list[heldout.Figures] = []
 
@@ -91,7 +102,9 @@ def test_the_best_drafter_is_the_fastest_not_the_one_with_the_lowest_loss(place:
 
 
 def test_patience_ends_a_run_that_gets_no_better(place: Path) -> None:
-    """At a learning rate that changes nothing, the first measurement is the best: two more, and the run ends, for good."""
+    """At a learning rate that changes nothing, the first measurement is the best: two more, and the run ends, for
+    good.
+    """
     changes = {"curriculum": [{"steps": 20, "depth": 1}], "optimizer": {"lr": 1e-12}}
     heldout = {"every": 2, "lookahead": 2, "budgets": [6], "max_rows": 2, "patience": 2}
     directory = run(place, "patient", heldout=heldout, **changes)
@@ -117,7 +130,12 @@ def test_a_state_of_another_run_is_refused(place: Path) -> None:
 
 def test_online_and_offline_features_train_alike(place: Path) -> None:
     for mode in ("online", "offline"):
-        run(place, mode, curriculum=[{"steps": 2, "depth": 1}], features={"mode": mode, "directory": str(place / "features")})
+        run(
+            place,
+            mode,
+            curriculum=[{"steps": 2, "depth": 1}],
+            features={"mode": mode, "directory": str(place / "features")},
+        )
     assert losses(place / "online") == pytest.approx(losses(place / "offline"), rel=1e-5)
 
 
@@ -135,10 +153,12 @@ def test_learning_rate_warms_up_and_falls_to_its_end(place: Path) -> None:
 
 
 def test_the_same_question_is_never_on_both_sides(place: Path) -> None:
-    from data.conversations import Conversation
+    from data.chat.conversations import Conversation
 
     asked = [
-        Conversation(str(i), ({"role": "user", "content": f"q{i % 10}"}, {"role": "assistant", "content": "a"}), False, "x")
+        Conversation(
+            str(i), ({"role": "user", "content": f"q{i % 10}"}, {"role": "assistant", "content": "a"}), False, "x"
+        )
         for i in range(40)
     ]
     kept, heldout = split(asked, 5)
@@ -148,7 +168,9 @@ def test_the_same_question_is_never_on_both_sides(place: Path) -> None:
 
 def test_command_line_mistakes_get_one_line(tmp_path: Path) -> None:
     done = command(["--config", str(tmp_path / "none.yaml")], [sys.executable])
-    assert done.returncode == 2 and done.stderr.startswith("error: no such file") and len(done.stderr.splitlines()) == 1
+    assert (
+        done.returncode == 2 and done.stderr.startswith("error: no such file") and len(done.stderr.splitlines()) == 1
+    )
     (tmp_path / "r.yaml").write_text("target: x\noutput: y\ndata: {paths: [z]}\ncurriculum: [{steps: 1, depth: 1}]\n")
     done = command(["--config", str(tmp_path / "r.yaml"), "optimiser.lr=1"], [sys.executable])
     assert done.returncode == 2 and "did you mean 'optimizer'" in done.stderr and len(done.stderr.splitlines()) == 1
@@ -181,7 +203,9 @@ def test_a_launch_that_started_one_process_of_two_is_refused(place: Path) -> Non
 def test_another_seed_reads_the_features_there_are_and_is_measured_on_the_same_rows(place: Path) -> None:
     prepared = []
     for seed in (0, 5):
-        settings = build_settings(TrainSettings, recipe(place, "seeds", seed=seed, features={"directory": str(place / "seeds")}))
+        settings = build_settings(
+            TrainSettings, recipe(place, "seeds", seed=seed, features={"directory": str(place / "seeds")})
+        )
         console = Console(speaks=False)
         prepared.append(prepare(settings, Caller("cpu", rank(), False, console.say, console.show)))
     assert len(list((place / "seeds").glob("*/index.json"))) == 2  # to train and to measure on

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.cpu.train.small import LargestTensor, ProductRows
-from train.losses import (
+from train.objective.losses import (
     CHUNK,
     PADDED,
     ROWS,
@@ -27,14 +27,16 @@ from train.losses import (
     kl,
     teacher_probabilities,
 )
-from train.supervision import loss_scales, pooled_scales, supervised
+from train.objective.supervision import loss_scales, pooled_scales, supervised
 
 
 def test_losses_by_hand() -> None:
     logits = torch.tensor([[math.log(0.5), math.log(0.25), math.log(0.25)]])
     teacher = torch.tensor([[0.2, 0.6, 0.1]])  # a tenth of the mass lies outside the draft vocabulary
     assert acceptance(logits, teacher).item() == pytest.approx(1 - (0.2 + 0.25 + 0.1))
-    assert kl(logits, teacher).item() == pytest.approx(-(0.2 * math.log(0.5) + 0.6 * math.log(0.25) + 0.1 * math.log(0.25)))
+    assert kl(logits, teacher).item() == pytest.approx(
+        -(0.2 * math.log(0.5) + 0.6 * math.log(0.25) + 0.1 * math.log(0.25))
+    )
 
 
 @pytest.mark.parametrize("sharpness", [0.3, 2.0])
@@ -48,7 +50,10 @@ def test_base_losses_equal_their_definitions_token_by_token(sharpness: float) ->
         slow_kl.append(sum((-p_t * q_t.log() for p_t, q_t in zip(p, q, strict=True)), torch.zeros(())))
         least = [q_t if q_t < p_t else torch.tensor(p_t, dtype=torch.float64) for p_t, q_t in zip(p, q, strict=True)]
         slow_rejection.append(1 - sum(least, torch.zeros(())))
-    for fast, slow in ((kl(logits, teacher.probs[rows]), slow_kl), (acceptance(logits, teacher.probs[rows]), slow_rejection)):
+    for fast, slow in (
+        (kl(logits, teacher.probs[rows]), slow_kl),
+        (acceptance(logits, teacher.probs[rows]), slow_rejection),
+    ):
         torch.testing.assert_close(fast, torch.stack(slow))
         grads = [torch.autograd.grad(value.sum(), logits, retain_graph=True)[0] for value in (fast, torch.stack(slow))]
         torch.testing.assert_close(*grads)
@@ -60,7 +65,9 @@ def test_acceptance_never_renormalises_the_teacher() -> None:
 
 
 def plain_bonus(logits: Tensor, p: list[float], best: int | None, temperature: int) -> Tensor:
-    """One prediction, token by token from the definition: mean over x of P(x drafted and rejected) * (- sum_t r(t) log q~(t))."""
+    """One prediction, token by token from the definition: mean over x of P(x drafted and rejected) * (- sum_t r(t) log
+    q~(t)).
+    """
     q = logits.softmax(-1).detach()
     tokens = range(len(p))
     total = torch.zeros((), dtype=logits.dtype)
@@ -78,12 +85,16 @@ def plain_bonus(logits: Tensor, p: list[float], best: int | None, temperature: i
         mass = sum(residual) + elsewhere
         for t in tokens:
             if residual[t]:
-                total = total - drawn * rejected * residual[t] / mass * (logits[t] - logits[[i for i in tokens if i != x]].logsumexp(0))
+                total = total - drawn * rejected * residual[t] / mass * (
+                    logits[t] - logits[[i for i in tokens if i != x]].logsumexp(0)
+                )
     return total
 
 
 class Case(NamedTuple):
-    """What the loss reads, in fp64; the sharpest teachers are point masses, some with their argmax outside the draft vocabulary."""
+    """What the loss reads, in fp64; the sharpest teachers are point masses, some with their argmax outside the draft
+    vocabulary.
+    """
 
     hidden: Tensor
     head: Tensor
@@ -98,7 +109,9 @@ def case(number: int, sharpness: float, seed: int = 0) -> Case:
     hidden_size, vocab, positions = 5, 9, 24
     hidden = torch.randn(number, hidden_size, generator=generator).double().requires_grad_()
     head = (sharpness * torch.randn(vocab, hidden_size, generator=generator)).double().requires_grad_()
-    full = torch.randn(positions, vocab + 3, generator=generator).double().mul(3).softmax(-1)  # three tokens have no draft id
+    full = (
+        torch.randn(positions, vocab + 3, generator=generator).double().mul(3).softmax(-1)
+    )  # three tokens have no draft id
     full[:8] = F.one_hot(full[:8].argmax(-1), vocab + 3).double()
     best = full.argmax(-1)
     inside = best < vocab
@@ -144,12 +157,16 @@ def test_bonus_loss_equals_its_definition_token_by_token(temperature: int, sharp
     logits = (hidden @ head.T).detach().requires_grad_()
     p, best, inside = teacher.probs[rows], teacher.best[rows], teacher.inside[rows]
     value = bonus_sampled(logits, p) if temperature else bonus_greedy(logits, best, inside)
-    slow = torch.stack([plain_bonus(logits[i], p[i].tolist(), int(best[i]) if inside[i] else None, temperature) for i in range(40)])
+    slow = torch.stack(
+        [plain_bonus(logits[i], p[i].tolist(), int(best[i]) if inside[i] else None, temperature) for i in range(40)]
+    )
     torch.testing.assert_close(value, slow)
     (grad,), (slow_grad,) = (torch.autograd.grad(v.sum(), logits, retain_graph=True) for v in (value, slow))
     torch.testing.assert_close(grad, slow_grad)
     if temperature == 0:
-        assert bool((value[~inside] == 0).all()) and bool((grad[~inside] == 0).all()), "what cannot be cached teaches nothing"
+        assert bool((value[~inside] == 0).all()) and bool((grad[~inside] == 0).all()), (
+            "what cannot be cached teaches nothing"
+        )
         drafted = logits.argmax(-1)
         assert bool((grad.gather(-1, drafted[:, None]) == 0).all()), "the drafted token is neither raised nor lowered"
     assert bool((value > 0).any())
@@ -161,27 +178,36 @@ def test_bonus_loss_by_hand() -> None:
     # x = 0 is rejected for token 2: q~ = (-, 0.6, 0.4)
     assert bonus_greedy(logits, torch.tensor([2]), one).item() == pytest.approx(-math.log(0.4))
     assert bonus_greedy(logits, torch.tensor([0]), one).item() == 0
-    # p = (0.1, 0.4, 0.3), 0.2 elsewhere: only x = 0 is ever rejected, with probability 0.5 - 0.1; r = (0, 1, 1) / 4, half elsewhere
+    # p = (0.1, 0.4, 0.3), 0.2 elsewhere: only x = 0 is ever rejected, with probability 0.5 - 0.1; r = (0, 1, 1) / 4,
+    # half elsewhere
     teacher = torch.tensor([[0.1, 0.4, 0.3]])
-    assert bonus_sampled(logits, teacher).item() == pytest.approx(-0.4 * 0.25 * (math.log(0.6) + math.log(0.4)), rel=1e-5)
+    assert bonus_sampled(logits, teacher).item() == pytest.approx(
+        -0.4 * 0.25 * (math.log(0.6) + math.log(0.4)), rel=1e-5
+    )
 
 
 def test_gradients_of_kl_and_acceptance_are_those_of_finite_differences() -> None:
     hidden, head, teacher, rows, base, _ = case(12, 1.0)
     for mix in (Mix(1.0, 0.0), Mix(0.3, 1.0)):
-        assert torch.autograd.gradcheck(lambda h, w, mix=mix: head_losses(h, w, teacher, rows, base, None, mix).loss, (hidden, head))
+        assert torch.autograd.gradcheck(
+            lambda h, w, mix=mix: head_losses(h, w, teacher, rows, base, None, mix).loss, (hidden, head)
+        )
 
 
 def test_losses_stay_finite_where_the_drafter_is_certain() -> None:
     """fp32 logits 60 apart: 1 - q of the top is 1e-26, which `1 - q` would round to nothing."""
     head = torch.eye(4)
     hidden = torch.tensor([[60.0, 1.0, 0.0, -1.0], [60.0, 0.0, 0.0, 59.0]]).requires_grad_()
-    teacher = Teacher(torch.tensor([[0.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.0, 1.0]]), torch.tensor([1, 3]), torch.tensor([True, True]))
+    teacher = Teacher(
+        torch.tensor([[0.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.0, 1.0]]), torch.tensor([1, 3]), torch.tensor([True, True])
+    )
     ones = torch.ones(2)
     for temperature in (0, 1):
         loss = head_losses(hidden, head, teacher, torch.arange(2), 0 * ones, ones, Mix(1.0, 0.0, temperature)).loss
         (grad,) = torch.autograd.grad(loss, hidden)
-        plain = bonus_sampled(hidden, teacher.probs) if temperature else bonus_greedy(hidden, teacher.best, teacher.inside)
+        plain = (
+            bonus_sampled(hidden, teacher.probs) if temperature else bonus_greedy(hidden, teacher.best, teacher.inside)
+        )
         (plain_grad,) = torch.autograd.grad(plain.sum(), hidden)
         torch.testing.assert_close(loss, plain.sum(), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(grad, plain_grad, rtol=1e-4, atol=1e-4)
@@ -193,10 +219,14 @@ def test_no_tensor_of_all_predictions_times_the_vocabulary_is_ever_made(temperat
     """Fault 9: the largest one is a chunk's, forward and backward, however many predictions there are."""
     number, hidden_size, vocab = 20 * at_once, 4, 64
     hidden, head = torch.randn(number, hidden_size).requires_grad_(), torch.randn(vocab, hidden_size).requires_grad_()
-    teacher = Teacher(torch.rand(10, vocab).softmax(-1), torch.zeros(10, dtype=torch.int64), torch.ones(10, dtype=torch.bool))
+    teacher = Teacher(
+        torch.rand(10, vocab).softmax(-1), torch.zeros(10, dtype=torch.int64), torch.ones(10, dtype=torch.bool)
+    )
     ones = torch.ones(number)
     with LargestTensor() as largest:
-        losses = head_losses(hidden, head, teacher, torch.zeros(number, dtype=torch.int64), ones, ones, Mix(1.0, 1.0, temperature))
+        losses = head_losses(
+            hidden, head, teacher, torch.zeros(number, dtype=torch.int64), ones, ones, Mix(1.0, 1.0, temperature)
+        )
         losses.loss.backward()
     assert largest.numbers == max(at_once * vocab, number * len(Figures._fields)) < number * vocab / 8
 
@@ -233,7 +263,9 @@ def by_the_rule(documents: list[int], turns: list[int], p: int, d: int) -> bool:
     return same_turn[0] <= p + 1  # the turn's first assistant token is at or before p + 1
 
 
-DOCUMENT = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=3)  # (context, answer) lengths
+DOCUMENT = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=3
+)  # (context, answer) lengths
 
 
 @settings(max_examples=60, deadline=None)
@@ -264,5 +296,7 @@ def test_replayed_depths_weigh_together_what_they_would_weigh_one_by_one() -> No
     scales = pooled_scales([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [10, 6, 6], [10, 3, 1])
     assert scales == pytest.approx([1 / 22, 3 / 22, 3 / 22])
     tilted = pooled_scales([1.0, 0.5, 0.25], [1.0, 0.5, 0.25], [10, 6, 6], [10, 3, 1])
-    assert tilted[1] == pytest.approx(2 * tilted[2]) and 3 * tilted[1] + tilted[2] == pytest.approx((0.5 * 6 + 0.25 * 6) / 22)
+    assert tilted[1] == pytest.approx(2 * tilted[2]) and 3 * tilted[1] + tilted[2] == pytest.approx(
+        (0.5 * 6 + 0.25 * 6) / 22
+    )
     assert pooled_scales([1.0, 1.0], [1.0, 1.0], [4, 2], [4, 0]) == [pytest.approx(1 / 6), 0.0]

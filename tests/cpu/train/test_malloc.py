@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from train import malloc
+from train.parallel import malloc
 
 PROGRAM = """
 import json, os, sys
-from train import malloc
+from train.parallel import malloc
 malloc.GPUS = tuple(json.loads(os.environ["TEST_GPUS"]))
 if __name__ == "__main__":
     malloc.set_up()

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from drafters.base.errors import UserError
 from drafters.eagle3_ssd.config import DrafterConfig
 from drafters.eagle3_ssd.model import Eagle3Drafter
-from drafters.errors import UserError
 from tests.cpu.train.small import packed
 from train.config import LossSettings
-from train.features import Features
-from train.memory import SLACK, Part, Place, Sharding, memory, moved_bytes, peak, saved_bytes, spread_of
-from train.objective import Objective, Scales, choose_anchors, count
-from train.plan import Forward, parameters
+from train.costs.memory import SLACK, Part, Place, Sharding, memory, moved_bytes, peak, saved_bytes, spread_of
+from train.costs.plan import Forward, parameters
+from train.objective.objective import Objective, Scales, choose_anchors, count
+from train.target_features.features import Features
 
 ROOT = Path(__file__).parents[3]
 LENGTH = 128
@@ -62,7 +62,9 @@ def test_what_autograd_keeps_is_what_is_planned(depth: int) -> None:
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        weight_copy = tensor.dim() == 2 and tensor.dtype == torch.bfloat16 and tensor.shape[0] not in (2 * LENGTH, 2 * 40)
+        weight_copy = (
+            tensor.dim() == 2 and tensor.dtype == torch.bfloat16 and tensor.shape[0] not in (2 * LENGTH, 2 * 40)
+        )
         if storage.data_ptr() not in given and not weight_copy:
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor stays, so that no address is used twice
         return tensor
@@ -90,7 +92,11 @@ def test_ranks_share_what_their_sharding_says() -> None:
 
 def test_accelerate_configs_say_how_a_run_is_spread(tmp_path: Path) -> None:
     found = {file.stem: spread_of(str(file)) for file in (ROOT / "recipes" / "accelerate").glob("*.yaml")}
-    assert spread_of(None) == (1, Sharding.NONE) and found["ddp"] == (8, Sharding.NONE) and found["fsdp2"] == (8, Sharding.FSDP2)
+    assert (
+        spread_of(None) == (1, Sharding.NONE)
+        and found["ddp"] == (8, Sharding.NONE)
+        and found["fsdp2"] == (8, Sharding.FSDP2)
+    )
     assert [found[f"zero{n}"][1] for n in (1, 2, 3)] == [Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3]
     assert found["several-nodes"][0] == 16
     (tmp_path / "x.yaml").write_text("distributed_type: MEGATRON_LM\nnum_processes: 8\n")
@@ -106,15 +112,23 @@ def test_bytes_that_move_between_ranks() -> None:
     trained = parameters(CONFIG).trained
     launches = ((1, Sharding.NONE), (4, Sharding.NONE), (4, Sharding.ZERO3))
     alone, four, sharded = (moved_bytes(CONFIG, ranks, sharding, 8, 64) for ranks, sharding in launches)
-    assert alone.exchanged == 0 and four.exchanged == 2 * 0.75 * 4 * trained and sharded.exchanged == 1.5 * four.exchanged
+    assert (
+        alone.exchanged == 0 and four.exchanged == 2 * 0.75 * 4 * trained and sharded.exchanged == 1.5 * four.exchanged
+    )
     assert alone.features == 4 * four.features == 8 * 64 * (4 * 64 * 2 + 24)
 
 
-FOUR_LAYERS = ["drafter.num_hidden_layers=4", "batch.rows_per_forward=8", "loss={kl: 1.0, depth_weights: decay, gamma: 0.9}"]
+FOUR_LAYERS = [
+    "drafter.num_hidden_layers=4",
+    "batch.rows_per_forward=8",
+    "loss={kl: 1.0, depth_weights: decay, gamma: 0.9}",
+]
 
 
 def held(process: int) -> int:
-    """Bytes a process holds now and could not drop: its own pages and its libraries, without those mapped from weights and features."""
+    """Bytes a process holds now and could not drop: its own pages and its libraries, without those mapped from weights
+    and features.
+    """
     size, counts = 0, False
     for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
@@ -138,9 +152,25 @@ def most_held(command: list[str]) -> int:
 
 def command(features: Path, output: Path, steps: int, changes: Sequence[str] = ()) -> list[str]:
     """A run of the CPU recipe on a small part of its data."""
-    script = [sys.executable, str(ROOT / "train" / "eagle3_selfcond.py"), "--config", "recipes/smollm2-135m/train.yaml"]
-    small = ["data.max_conversations=120", "data.heldout_conversations=20", "heldout.max_rows=4", f"features.directory={features}"]
-    return [*script, *small, f"output={output}", f"curriculum=[{{steps: {steps}, depth: 11, anchors_per_row: 48}}]", *changes]
+    script = [
+        sys.executable,
+        str(ROOT / "train" / "eagle3_selfcond.py"),
+        "--config",
+        "recipes/smollm2-135m/train.yaml",
+    ]
+    small = [
+        "data.max_conversations=120",
+        "data.heldout_conversations=20",
+        "heldout.max_rows=4",
+        f"features.directory={features}",
+    ]
+    return [
+        *script,
+        *small,
+        f"output={output}",
+        f"curriculum=[{{steps: {steps}, depth: 11, anchors_per_row: 48}}]",
+        *changes,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -153,10 +183,14 @@ def made_features(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 @pytest.mark.parametrize("changes", [pytest.param([], id="shipped"), pytest.param(FOUR_LAYERS, id="four-layers")])
-def test_a_run_of_the_cpu_recipe_peaks_where_the_plan_says(changes: list[str], made_features: Path, tmp_path: Path) -> None:
+def test_a_run_of_the_cpu_recipe_peaks_where_the_plan_says(
+    changes: list[str], made_features: Path, tmp_path: Path
+) -> None:
     """Twelve steps at depth 11: the most that the process holds against `--dry-run`."""
     run = command(made_features, tmp_path, 12, changes)
     measured = most_held(run)
-    plan = subprocess.run([*run, "--dry-run", "--gpu", "cpu"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    plan = subprocess.run(
+        [*run, "--dry-run", "--gpu", "cpu"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     found = re.search(r"│ peak +│ +([\d.]+) GB", plan)
     assert found and float(found[1]) * 1e9 == pytest.approx(measured, rel=0.2)

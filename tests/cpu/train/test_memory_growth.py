@@ -1,4 +1,6 @@
-"""The memory of a step has no term in vocabulary times length times depth: measured at two of each, in processes of their own."""
+"""The memory of a step has no term in vocabulary times length times depth: measured at two of each, in processes of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.pack import PackedRow
+from data.chat.pack import PackedRow
 from drafters.eagle3_ssd.config import DrafterConfig
 from train.config import LossSettings, Stage
 from train.measure_speed import one_step, random_features, random_objective
@@ -66,7 +68,9 @@ def peak(sizes: tuple[int, int, int]) -> int:
 
 
 def peaks() -> dict[tuple[int, int, int], int]:
-    """Of all sizes. To be called in a fresh process: memory that earlier work of a process left free is used again, unseen."""
+    """Of all sizes. To be called in a fresh process: memory that earlier work of a process left free is used again,
+    unseen.
+    """
     two_steps(2048, 256, 4)  # kernels are compiled before the processes part
     return {sizes: peak(sizes) for sizes in product(VOCABULARIES, LENGTHS, DEPTHS)}
 
@@ -78,7 +82,11 @@ def test_memory_has_no_term_in_vocabulary_times_length_times_depth() -> None:
     smaller = (VOCABULARIES[0], LENGTHS[0], DEPTHS[0])
     together = sum(size * (-1) ** sum(map(int.__eq__, sizes, smaller)) for sizes, size in found.items())
     kept_logits = 2 * ROWS * prod(b - a for a, b in (VOCABULARIES, LENGTHS, DEPTHS))
-    assert abs(together) < 0.25 * kept_logits, (found, together, kept_logits)  # the allocator's own ups and downs are a tenth of it
+    assert abs(together) < 0.25 * kept_logits, (
+        found,
+        together,
+        kept_logits,
+    )  # the allocator's own ups and downs are a tenth of it
     for vocab, length in product(VOCABULARIES, LENGTHS):  # each deeper step keeps less than a row of logits
         more = (found[vocab, length, DEPTHS[1]] - found[vocab, length, DEPTHS[0]]) / (DEPTHS[1] - DEPTHS[0])
         assert more < 0.5 * 2 * ROWS * length * max(VOCABULARIES), (vocab, length, more)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from drafters.settings import build_settings
+from drafters.base.settings import build_settings
 from train.config import TrainSettings
-from train.metrics import Metrics, flatten
+from train.monitor.metrics import Metrics, flatten
 
 RECORD = {"step": 1, "loss": 2.0, "accuracy": [0.5, 0.4], "heldout": {"lagged": [{"budget": 6, "tau": 1.5}]}}
 

@@ -1,4 +1,6 @@
-"""Two nodes, played by two launchers on this machine; what stops a launcher; a process that fails before the others know of it."""
+"""Two nodes, played by two launchers on this machine; what stops a launcher; a process that fails before the others
+know of it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import pytest
 
 from tests.cpu.train.processes import CONFIGS, accelerate_environment, fork, free_port, one_process, written
 from tests.cpu.train.runs import ENTRY, losses, make_place, run
-from train.state import states
+from train.trainer.state import states
 
 STEPS = 6
 CONSTANT = {"lr": 2e-3, "warmup_steps": 3, "final_lr_ratio": 1.0}  # a rate that does not depend on the number of steps
@@ -37,7 +39,14 @@ def on_node(place: Path, number: int, steps: int) -> list[str]:
 
 def start(config: str, arguments: list[str], *options: str) -> subprocess.Popen[str]:
     """A launcher."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml"), *options]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(CONFIGS / f"{config}.yaml"),
+        *options,
+    ]
     return subprocess.Popen(
         [*launch, str(ENTRY), *arguments],
         stdin=subprocess.DEVNULL,
@@ -56,7 +65,16 @@ def test_two_nodes_with_their_own_disks_train_and_resume(place: Path) -> None:
     fork(one_process, [({**told, "RANK": str(number)}, on_node(place, number, STEPS // 2)) for number in range(2)])
 
     port = str(free_port())
-    both = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    both = [
+        "--num_machines",
+        "2",
+        "--num_processes",
+        "2",
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        port,
+    ]
     nodes = [start("several-nodes", on_node(place, n, STEPS), *both, "--machine_rank", str(n)) for n in range(2)]
     said = [node.communicate(timeout=200)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
@@ -87,7 +105,9 @@ def test_sigterm_to_the_launcher_saves_and_ends(place: Path) -> None:
 
 @pytest.mark.long
 def test_a_process_that_fails_to_prepare_leaves_nobody_waiting(place: Path) -> None:
-    """The first refuses a store that nobody agreed to, while the other waits for its index: the command ends, with the reason."""
+    """The first refuses a store that nobody agreed to, while the other waits for its index: the command ends, with the
+    reason.
+    """
     features = {"directory": str(place / "large"), "max_gigabytes": 1e-9}
     launcher = start("ddp-cpu", ["--config", written(place, "refused", features=features)])
     said, _ = launcher.communicate(timeout=120)

@@ -1,4 +1,6 @@
-"""The loss of a batch: normalised by supervised predictions, so its gradient knows nothing of padding, batching or processes."""
+"""The loss of a batch: normalised by supervised predictions, so its gradient knows nothing of padding, batching or
+processes.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from torch import Tensor
 from tests.cpu.train import small
 from tests.cpu.train.small import DRAFT_VOCAB, HIDDEN, TWO_ROWS, VOCAB, small_drafter
 from train.config import LossSettings, Stage
-from train.features import Features
-from train.losses import Figures, acceptance, bonus_greedy, kl, teacher_probabilities
-from train.objective import Anchors, Counts, Objective, Rounds, Scales, choose_anchors, count, step_values
-from train.step import scales_of
-from train.supervision import loss_scales, supervised
-from train.unroll import Rows, first_step, glue_replay, stale_features, unroll
-from train.visits import Rates, depth_weights, visits
+from train.objective.losses import Figures, acceptance, bonus_greedy, kl, teacher_probabilities
+from train.objective.objective import Anchors, Counts, Objective, Rounds, Scales, choose_anchors, count, step_values
+from train.objective.supervision import loss_scales, supervised
+from train.objective.unroll import Rows, first_step, glue_replay, stale_features, unroll
+from train.objective.visits import Rates, depth_weights, visits
+from train.target_features.features import Features
+from train.trainer.step import scales_of
 
 DEPTH = 3
 LONG_ROWS = [[(20, [0] * 3 + [1] * 12 + [0] * 2 + [2] * 3)], [(4, [0, 0, 1, 1]), (15, [0, *[1] * 14])]]
@@ -61,7 +63,9 @@ def all_anchors(features: Features) -> Anchors:
 
 
 K = 2
-SERVING = visits(Rates([0.6] * 8, [0.8] * 8, [0.2] * 8), K, max_shift=3)  # each round of serving that fits is likely enough to be drawn
+SERVING = visits(
+    Rates([0.6] * 8, [0.8] * 8, [0.2] * 8), K, max_shift=3
+)  # each round of serving that fits is likely enough to be drawn
 
 
 def replayed(features: Features, keys: Sequence[str] = ("a", "b")) -> Anchors:
@@ -92,7 +96,9 @@ def test_loss_is_the_average_over_supervised_predictions() -> None:
             at = (torch.tensor([row]), torch.tensor([place]))
             teacher = teacher_probabilities(features.last_hidden[at], model.target_head, features.log_normaliser[at])
             logits = drafter.logits(hidden[row, anchor])[None]
-            best = VOCABULARY.tolist().index(int(features.argmax[at])) if int(features.argmax[at]) in VOCABULARY else None
+            best = (
+                VOCABULARY.tolist().index(int(features.argmax[at])) if int(features.argmax[at]) in VOCABULARY else None
+            )
             cached = bonus_greedy(logits, torch.tensor([best or 0]), torch.tensor([best is not None]))
             want = want + 0.8**d * (0.7 * kl(logits, teacher) + 0.4 * acceptance(logits, teacher) + 0.6 * cached).sum()
             number_outside += best is None
@@ -117,9 +123,12 @@ def test_gradient_does_not_depend_on_padding(replay: bool) -> None:
 def test_gradient_does_not_depend_on_micro_batching(replay: bool) -> None:
     model, features = objective(), packed(LONG_ROWS, 20)
     parts = [rows(features, [row]) for row in (1, 0)]
-    alone = [(part, replayed(part, key) if replay else all_anchors(part)) for part, key in zip(parts, "ba", strict=True)]
+    alone = [
+        (part, replayed(part, key) if replay else all_anchors(part)) for part, key in zip(parts, "ba", strict=True)
+    ]
     assert_same(
-        gradient(model, [(features, replayed(features) if replay else all_anchors(features))], depth=7), gradient(model, alone, depth=7)
+        gradient(model, [(features, replayed(features) if replay else all_anchors(features))], depth=7),
+        gradient(model, alone, depth=7),
     )
 
 
@@ -151,7 +160,9 @@ def test_rounds_are_drawn_as_often_as_serving_visits_them() -> None:
 
 @pytest.mark.parametrize("refresh", [0, 1])
 def test_loss_of_replayed_rounds_by_hand(refresh: int) -> None:
-    """Glue slots and branch steps one by one: which token they predict, at which depth they count, where the bonus loss is trained."""
+    """Glue slots and branch steps one by one: which token they predict, at which depth they count, where the bonus
+    loss is trained.
+    """
     model, features, depth = objective(), packed(LONG_ROWS, 20), 7
     places = torch.tensor([[3, 5, 8], [4, 6, 13]])
     rounds = Rounds(torch.tensor([[3, 1, 0], [2, 0, 1]]), torch.tensor([[1, 2, 0], [0, 2, 1]]), K, refresh)
@@ -173,7 +184,11 @@ def test_loss_of_replayed_rounds_by_hand(refresh: int) -> None:
         place = (torch.tensor([row]), torch.tensor([token - 1]))
         teacher = teacher_probabilities(features.last_hidden[place], model.target_head, features.log_normaliser[place])
         logits = drafter.logits(hidden)[None]
-        best = VOCABULARY.tolist().index(int(features.argmax[place])) if int(features.argmax[place]) in VOCABULARY else None
+        best = (
+            VOCABULARY.tolist().index(int(features.argmax[place]))
+            if int(features.argmax[place]) in VOCABULARY
+            else None
+        )
         cached = bonus_greedy(logits, torch.tensor([best or 0]), torch.tensor([best is not None]))[0]
         base = (0.7 * kl(logits, teacher) + 0.4 * acceptance(logits, teacher))[0]
         want = want + scales.base[at] * base + (0.6 * scales.bonus[at] * cached if is_fork else 0.0)
@@ -210,7 +225,9 @@ def test_replayed_gradients_in_bf16_are_close_to_those_in_fp32() -> None:
 
 
 def test_sampled_anchors_are_unbiased() -> None:
-    """One anchor a row, each in turn: the average gradient over all choices is the full one (each row has equally many)."""
+    """One anchor a row, each in turn: the average gradient over all choices is the full one (each row has equally
+    many).
+    """
     layout = [[(8, [0, 0, 1, 1, 1, 1, 1, 1])], [(9, [0, 0, 0, 1, 1, 1, 1, 1, 1])]]
     model, features = objective(1), packed(layout, 12)
     full = all_anchors(features)
@@ -236,7 +253,9 @@ def test_anchors_are_drawn_by_row_not_by_batch() -> None:
     assert torch.equal(together.places[1][together.valid[1]], alone.places[0][alone.valid[0]])
     every = torch.arange(14).expand(2, 14)
     possible = supervised(features.document_ids, features.turn_ids, every, 1)
-    assert together.valid.sum() == 4 and all(possible[r, p] for r, p in zip([0, 0, 1, 1], together.places.flatten(), strict=True))
+    assert together.valid.sum() == 4 and all(
+        possible[r, p] for r, p in zip([0, 0, 1, 1], together.places.flatten(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("depth", [0, 2])
@@ -248,7 +267,9 @@ def test_bf16_is_close_to_fp32(depth: int) -> None:
     model.dtype = torch.bfloat16
     rounded, sums = model(features, anchors, depth, ones)
     total = Figures(*sums.sum(0))
-    assert rounded.item() == pytest.approx((0.7 * total.kl + 0.4 * total.rejection + 0.6 * total.bonus).item(), rel=1e-6), "summed in fp32"
+    assert rounded.item() == pytest.approx(
+        (0.7 * total.kl + 0.4 * total.rejection + 0.6 * total.bonus).item(), rel=1e-6
+    ), "summed in fp32"
     assert rounded.item() == pytest.approx(exact.item(), rel=0.05) and rounded.item() != exact.item()
 
 

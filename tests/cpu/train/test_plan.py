@@ -1,4 +1,6 @@
-"""The plan's formulas against what torch counts: parameters, supervised predictions, FLOPs of a real forward and backward pass."""
+"""The plan's formulas against what torch counts: parameters, supervised predictions, FLOPs of a real forward and
+backward pass.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from tests.cpu.train.small import DRAFT_VOCAB, HIDDEN, TWO_ROWS, packed, small_config, small_drafter
-from train import losses
 from train.config import LossSettings
-from train.features import Features
-from train.objective import Anchors, Objective, Rounds, Scales, choose_anchors, count
-from train.plan import Forward, Replayed, flops, forwards, parameters, predictions, products
+from train.costs.plan import Forward, Replayed, flops, forwards, parameters, predictions, products
+from train.objective import losses
+from train.objective.objective import Anchors, Objective, Rounds, Scales, choose_anchors, count
+from train.target_features.features import Features
 
 TURNS = [[4, 5], [2, 4]]  # the turns of TWO_ROWS
 LENGTH = 14
@@ -61,7 +63,13 @@ def test_flops_of_a_replayed_round_are_what_torch_counts(layers: int, refresh: i
     anchors = anchors._replace(rounds=Rounds(shifts, torch.ones_like(shifts), 2, refresh))
     computed = tuple(int(number) for number in count(features, anchors, 5).sampled)
     forward = forward._replace(predictions=computed, replay=Replayed(lookahead=2, stale=2, refresh=refresh))
-    objective = Objective(small_drafter(layers), torch.randn(DRAFT_VOCAB, HIDDEN), torch.arange(DRAFT_VOCAB), LossSettings(), torch.float32)
+    objective = Objective(
+        small_drafter(layers),
+        torch.randn(DRAFT_VOCAB, HIDDEN),
+        torch.arange(DRAFT_VOCAB),
+        LossSettings(),
+        torch.float32,
+    )
     with FlopCounterMode(display=False) as counter:
         loss, _ = objective(features, anchors, 5, Scales([1.0] * 6, [1.0] * 6))
         loss.backward()
@@ -72,7 +80,9 @@ def test_flops_of_a_replayed_round_are_what_torch_counts(layers: int, refresh: i
 @pytest.mark.usefixtures("without_padding")
 @pytest.mark.parametrize("layers", [1, 3])
 def test_flops_are_what_torch_counts(layers: int) -> None:
-    """Forward and backward of the objective, the head's included. Products with own keys are compiled: torch does not see them."""
+    """Forward and backward of the objective, the head's included. Products with own keys are compiled: torch does not
+    see them.
+    """
     features, anchors, forward = batch(depth=3)
     head = torch.randn(DRAFT_VOCAB, HIDDEN)
     objective = Objective(small_drafter(layers), head, torch.arange(DRAFT_VOCAB), LossSettings(), torch.float32)

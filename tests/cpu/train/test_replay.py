@@ -11,10 +11,10 @@ from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.eagle3_ssd.vocab import VocabMap
 from tests.cpu.train.small import HIDDEN, VOCAB, small_drafter
 from tests.plain_drafting import plain_rounds
-from train.drafting import Answer, Serving, true_slots
-from train.near_and_far import attend_near_and_far, grid_of
-from train.replay import Plan, Round, replay
-from train.unroll import Rows
+from train.objective.unroll import Rows
+from train.ops.near_and_far import attend_near_and_far, grid_of
+from train.validation.drafting import Answer, Serving, true_slots
+from train.validation.replay import Plan, Round, replay
 
 K, DRAFTED = 2, 4
 LAYOUT, LENGTH = [[10, 13], [21, 0]], 24  # documents of two rows
@@ -62,15 +62,23 @@ def test_rounds_are_those_of_the_plain_twin(layers: int, refresh: int) -> None:
         result = replay(Serving(drafter, vocab, rows, true_slots(drafter, rows, features), K, refresh), answers, PLANS)
         for plan, by_answer in zip(PLANS, result, strict=True):
             for answer, rounds in zip(answers, by_answer, strict=True):
-                start = int((rows.document_ids[answer.row] == rows.document_ids[answer.row, answer.first]).nonzero()[0])
+                start = int(
+                    (rows.document_ids[answer.row] == rows.document_ids[answer.row, answer.first]).nonzero()[0]
+                )
                 tokens = rows.token_ids[answer.row, start : answer.last + 1].tolist()
-                expected = plain_rounds(drafter, vocab, tokens, list(features[answer.row, start:]), answer.first - start, plan, refresh)
-                assert [r._replace(confidences=(), slot=r.slot - start) for r in rounds] == [r._replace(confidences=()) for r in expected]
+                expected = plain_rounds(
+                    drafter, vocab, tokens, list(features[answer.row, start:]), answer.first - start, plan, refresh
+                )
+                assert [r._replace(confidences=(), slot=r.slot - start) for r in rounds] == [
+                    r._replace(confidences=()) for r in expected
+                ]
                 for ours, theirs in zip(rounds, expected, strict=True):
                     assert ours.confidences == pytest.approx(theirs.confidences, rel=1e-4)
                 found += rounds
     runs = [r for r in found if r.served_by_hit]
-    assert {r.accepted for r in runs} == {0, 1, 2} and {r.place for r in found} >= {None, 0, 1, 2}, "the cases that matter occur"
+    assert {r.accepted for r in runs} == {0, 1, 2} and {r.place for r in found} >= {None, 0, 1, 2}, (
+        "the cases that matter occur"
+    )
     assert any(r.served_by_hit and r.fresh != r.accepted for r in found), "lag changes what is drafted"
 
 
@@ -80,9 +88,13 @@ def test_a_plan_alone_gives_what_it_gives_beside_others() -> None:
     rows, features, answers = rows_of(0)
     together = replay(Serving(drafter, vocab, rows, true_slots(drafter, rows, features), K), answers, PLANS)
     serving = Serving(drafter, vocab, rows, true_slots(drafter, rows, features), K)
-    for plan, expected in zip(PLANS, together, strict=True):  # one after another: later plans go on from states of earlier ones
+    for plan, expected in zip(
+        PLANS, together, strict=True
+    ):  # one after another: later plans go on from states of earlier ones
         alone = replay(serving, answers, [plan])[0]
-        assert [[r._replace(confidences=()) for r in a] for a in alone] == [[r._replace(confidences=()) for r in a] for a in expected]
+        assert [[r._replace(confidences=()) for r in a] for a in alone] == [
+            [r._replace(confidences=()) for r in a] for a in expected
+        ]
 
 
 @settings(deadline=None, max_examples=50)
@@ -90,7 +102,11 @@ def test_a_plan_alone_gives_what_it_gives_beside_others() -> None:
 def test_attention_in_a_grid_is_attention(rows: list[int], near: int, seed: int) -> None:
     torch.manual_seed(seed)
     row, count, heads, groups, dim, length = torch.tensor(rows), len(rows), 4, 2, 6, 5
-    query, keys, values = torch.randn(count, heads, dim), torch.randn(3, groups, dim, length), torch.randn(3, groups, length, dim)
+    query, keys, values = (
+        torch.randn(count, heads, dim),
+        torch.randn(3, groups, dim, length),
+        torch.randn(3, groups, length, dim),
+    )
     near_keys, near_values = torch.randn(2, count, near + 1, groups, dim)
     visible, seen = torch.rand(count, length) < 0.5, torch.rand(count, near + 1) < 0.5
     seen[:, 0] = True

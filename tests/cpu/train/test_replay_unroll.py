@@ -1,4 +1,6 @@
-"""The glue replay against its slow twin: every anchor by itself, one query at a time, over exactly the keys that serving would show."""
+"""The glue replay against its slow twin: every anchor by itself, one query at a time, over exactly the keys that
+serving would show.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from torch import Tensor
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from tests.cpu.train.small import HIDDEN, VOCAB, exact_pair
 from tests.cpu.train.test_unroll import Past, one_step, rows_of
-from train.features import Features
-from train.unroll import FirstStep, deeper_steps, first_step, glue_replay, stale_features
+from train.objective.unroll import FirstStep, deeper_steps, first_step, glue_replay, stale_features
+from train.target_features.features import Features
 
 K, LENGTH = 3, 24
 LAYOUT = [[(24, [0] * 4 + [1] * 20)], [(5, [0, 0, 1, 1, 1]), (19, [0] * 3 + [1] * 16)]]
@@ -46,7 +48,9 @@ class Place:
             outputs.append(self.node(anchor + d, outputs[-1], pasts))
         return outputs
 
-    def replay(self, anchor: int, stale: list[Tensor], fork: int, refresh: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+    def replay(
+        self, anchor: int, stale: list[Tensor], fork: int, refresh: int = 0
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Outputs of slots anchor..anchor+K of the glue pass, and of the branch."""
         for _ in range(refresh + 1):
             pasts, glue = self.known(anchor), [self.first[anchor]]
@@ -91,10 +95,14 @@ def test_replay_equals_one_query_at_a_time_in_value_and_gradient(layers: int, re
             earlier = [output.detach() for output in place.chain(origin, shift + K - 1)]
             glue, branch = place.replay(origin + shift, earlier[shift:], fork, refresh)
             slow = torch.stack([*glue, *branch])
-            torch.testing.assert_close(fast[row, column], slow, rtol=1e-5, atol=1e-5, msg=lambda m, at=(row, column): f"{at}: {m}")
+            torch.testing.assert_close(
+                fast[row, column], slow, rtol=1e-5, atol=1e-5, msg=lambda m, at=(row, column): f"{at}: {m}"
+            )
             losses.append((fast[row, column] * weights[row, column]).sum())
             slow_losses.append((slow * weights[row, column]).sum())
-    grads, slow_grads = (torch.autograd.grad(torch.stack(each).sum(), trained, allow_unused=True) for each in (losses, slow_losses))
+    grads, slow_grads = (
+        torch.autograd.grad(torch.stack(each).sum(), trained, allow_unused=True) for each in (losses, slow_losses)
+    )
     for parameter, a, b in zip(trained, grads, slow_grads, strict=True):
         if a is None or b is None:
             assert a is b and parameter.shape in {(HIDDEN,), (24, HIDDEN)}, "only norm and head are unused"
@@ -109,7 +117,9 @@ def test_without_a_shift_the_replay_is_the_plain_unroll(layers: int) -> None:
     rows = rows_of(features)
     first = first_step(drafter, rows, drafter.fuse(features.taps))
     anchors, none = torch.tensor([[2, 6], [6, 9]]), torch.zeros(2, 2, dtype=torch.int64)
-    replay = glue_replay(drafter, rows, first, anchors, stale_features(drafter, rows, first, anchors, none, K), none + K)
+    replay = glue_replay(
+        drafter, rows, first, anchors, stale_features(drafter, rows, first, anchors, none, K), none + K
+    )
     plain = torch.stack(list(deeper_steps(drafter, rows, first, anchors, 2 * K)), dim=2)
     torch.testing.assert_close(torch.cat((replay.glue[:, :, 1:], replay.branch), dim=2), plain, rtol=1e-6, atol=1e-6)
 

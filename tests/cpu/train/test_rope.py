@@ -1,4 +1,6 @@
-"""A new drafter turns as its target does: theta and scaling reach the drafter that trains, its file, and the one that serves."""
+"""A new drafter turns as its target does: theta and scaling reach the drafter that trains, its file, and the one that
+serves.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +11,38 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from data.render import Example
+from data.chat.render import Example
 from drafters.eagle3_ssd.card import DrafterCard
 from drafters.eagle3_ssd.checkpoint import load_drafter, save_drafter
 from drafters.eagle3_ssd.config import DrafterConfig, from_config_json, to_config_json
 from drafters.eagle3_ssd.model import inverse_frequencies
 from drafters.eagle3_ssd.rope import RopeScaling
 from drafters.eagle3_ssd.vocab import VocabMap
-from drafters.targets import load_target
-from infer.draft_model import DraftModel
-from infer.kernels.paged_attention import PagedRequest
+from drafters.targets.target import load_target
+from infer.draft.model import DraftModel
+from infer.kernels.attention.paged import PagedRequest
 from tests.cpu.train.small import HIDDEN, small_config, small_drafter
 from tests.tiny import tiny_model, tiny_tokenizer
 from train.config import DrafterSettings
-from train.initialise import start
+from train.trainer.initialise import start
 
 CPU = torch.device("cpu")
-LLAMA_3_1 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA_3_1 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 CARD = DrafterCard(
-    target="t", target_weight_hash=None, tokenizer_hash=None, template_hash=None, lookahead=1, trained_depth=3, trained_length=64
+    target="t",
+    target_weight_hash=None,
+    tokenizer_hash=None,
+    template_hash=None,
+    lookahead=1,
+    trained_depth=3,
+    trained_length=64,
 )
 EXAMPLE = Example("one", [5, 6, 7, 8], [0, 0, 1, 1])
 
@@ -44,7 +58,9 @@ def drafter_of(folder: Path, rope_parameters: dict[str, Any]) -> tuple[Any, Draf
     return target, first.drafter.config, first.notes
 
 
-@pytest.mark.parametrize("rope_parameters", [{"rope_type": "default"}, LLAMA_3_1, YARN], ids=lambda rope: rope["rope_type"])
+@pytest.mark.parametrize(
+    "rope_parameters", [{"rope_type": "default"}, LLAMA_3_1, YARN], ids=lambda rope: rope["rope_type"]
+)
 def test_the_drafters_rotary_embedding_is_the_targets(tmp_path: Path, rope_parameters: dict[str, Any]) -> None:
     target, config, _ = drafter_of(tmp_path, rope_parameters)
     turning = target.model.model.rotary_emb
@@ -65,7 +81,9 @@ def test_serving_turns_as_training_does(tmp_path: Path, scaling: dict[str, Any] 
     drafter.config = small_config(2).model_copy(update={"rope_scaling": scaling and RopeScaling(**scaling)})
     drafter.embed_tokens.weight.data.normal_()
     drafter.bfloat16().float()  # as the file holds it
-    place = save_drafter(tmp_path / "small-eagle3", drafter, VocabMap(torch.arange(24), 40), CARD, with_embeddings=True)
+    place = save_drafter(
+        tmp_path / "small-eagle3", drafter, VocabMap(torch.arange(24), 40), CARD, with_embeddings=True
+    )
     served = DraftModel(load_drafter(place), 32)
     tokens, features, places = [5, 9, 2, 7], torch.randn(4, HIDDEN), [20, 21, 22, 23]
 

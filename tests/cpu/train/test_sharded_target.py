@@ -10,12 +10,12 @@ import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
-from drafters.errors import UserError
-from drafters.targets import load_target
+from drafters.base.errors import UserError
+from drafters.targets.target import load_target
 from tests.cpu.train.processes import fork, forked, free_port
 from tests.cpu.train.rows import TAPS, rows
 from tests.cpu.train.runs import heldout, losses, make_place, run
-from train.features import Features, compute_features
+from train.target_features.features import Features, compute_features
 
 STAGES = {"curriculum": [{"steps": 4, "depth": 2, "anchors_per_row": 8}], "optimizer": {"lr": 2e-3, "warmup_steps": 3}}
 
@@ -27,7 +27,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def in_one_of_two(rank: int, directory: Path, port: int) -> None:
     """Each process takes rows of its own, in the same number of forwards."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     target = load_target(str(directory), "float32", fuse_layers=False, shards=2)
@@ -57,7 +59,13 @@ def test_features_of_a_shared_target_are_those_of_the_whole_one(place: Path) -> 
 @pytest.mark.parametrize(("mode", "way"), [("offline", "ddp-cpu"), ("online", "zero2"), ("online", "fsdp2")])
 def test_training_beside_a_shared_target(place: Path, mode: str, way: str) -> None:
     run(place, "one", **STAGES)
-    features = {"mode": mode, "target": "sharded", "directory": str(place / f"shared-{way}"), "rows_per_shard": 5, "rows_per_forward": 2}
+    features = {
+        "mode": mode,
+        "target": "sharded",
+        "directory": str(place / f"shared-{way}"),
+        "rows_per_shard": 5,
+        "rows_per_forward": 2,
+    }
     output = forked(place, f"{mode}-{way}", way, 2, features=features, **STAGES)
     assert losses(output) == pytest.approx(losses(place / "one"), rel=1e-4)
     assert heldout(output)["loss"] == pytest.approx(heldout(place / "one")["loss"], rel=1e-3)

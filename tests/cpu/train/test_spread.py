@@ -1,10 +1,12 @@
-"""DDP, ZeRO 1 to 3 and FSDP2 in two processes on CPUs, by the configs that ship: one process's gradients and losses, exact resuming.
+"""DDP, ZeRO 1 to 3 and FSDP2 in two processes on CPUs, by the configs that ship: one process's gradients and losses,
+exact resuming.
 
-Tolerance: losses and norms of gradients within 1e-4 of one process's, weights and moments within 1e-3, relative, over six steps: sums
-are taken in another order. A run that resumes in the same way as it was stopped continues bit for bit.
+Tolerance: losses and norms of gradients within 1e-4 of one process's, weights and moments within 1e-3, relative, over
+six steps: sums are taken in another order. A run that resumes in the same way as it was stopped continues bit for bit.
 
-The one process takes the four rows of a step in one forward and keeps its activations; each of the two takes two forwards of one row
-and recomputes. Adam does not see a gradient's scale: its norm and its moments show what it was divided by.
+The one process takes the four rows of a step in one forward and keeps its activations; each of the two takes two
+forwards of one row and recomputes. Adam does not see a gradient's scale: its norm and its moments show what it was
+divided by.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ import pytest
 import torch
 
 from drafters.eagle3_ssd.checkpoint import load_drafter
-from drafters.targets import load_target
+from drafters.targets.target import load_target
 from tests.cpu.train.processes import forked, launched
 from tests.cpu.train.runs import make_place, run, weights
-from train.state import states
+from train.trainer.state import states
 
 HALF, WHOLE = 3, 6
 CLIP = 0.2
@@ -31,10 +33,20 @@ def changes(steps: int, rows_per_forward: int = 1) -> dict[str, Any]:
     """Depth 2 with the bonus loss, and depth weights that come from what the run has measured so far."""
     return {
         "curriculum": [{"steps": steps, "depth": 2, "anchors_per_row": 8}],
-        "optimizer": {"lr": 2e-3, "warmup_steps": 3, "final_lr_ratio": 1.0, "clip_norm": CLIP},  # does not depend on the number of steps
+        "optimizer": {
+            "lr": 2e-3,
+            "warmup_steps": 3,
+            "final_lr_ratio": 1.0,
+            "clip_norm": CLIP,
+        },  # does not depend on the number of steps
         "batch": {"rows_per_step": 4, "rows_per_forward": rows_per_forward},
         "checkpoint": {"every": HALF},
-        "loss": {"depth_weights": "visited", "bonus": 0.5, "serving": {"lookahead": 2}, "recompute": rows_per_forward == 1},
+        "loss": {
+            "depth_weights": "visited",
+            "bonus": 0.5,
+            "serving": {"lookahead": 2},
+            "recompute": rows_per_forward == 1,
+        },
     }
 
 
@@ -50,7 +62,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def figures(directory: Path) -> tuple[list[float], list[float]]:
     """Losses and norms of gradients, step by step."""
-    steps = [line for line in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
+    steps = [
+        line for line in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines()) if "loss" in line
+    ]
     return [step["loss"] for step in steps], [step["grad_norm"] for step in steps]
 
 
@@ -80,7 +94,9 @@ def test_accelerate_launch_trains_as_one_process_does(place: Path, way: str) -> 
     serves(place, f"{way}-launched")
 
 
-@pytest.mark.parametrize("way", ["zero3", *(pytest.param(way, marks=pytest.mark.long) for way in ("ddp-cpu", "zero1", "zero2", "fsdp2"))])
+@pytest.mark.parametrize(
+    "way", ["zero3", *(pytest.param(way, marks=pytest.mark.long) for way in ("ddp-cpu", "zero1", "zero2", "fsdp2"))]
+)
 def test_two_processes_train_as_one_does_and_resume_exactly(place: Path, way: str) -> None:
     forked(place, f"{way}-whole", way, 2, **changes(WHOLE))
     trains_as_one(place, f"{way}-whole")

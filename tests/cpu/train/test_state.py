@@ -12,10 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.errors import UserError
-from train import files
-from train.metrics import keep_until
-from train.state import MOMENTS, SAME_KEYPRESS_SECONDS, Progress, StopRequest, TrainingState, newest_state, save_state, states
+from drafters.base.errors import UserError
+from train.monitor.metrics import keep_until
+from train.trainer import files
+from train.trainer.state import (
+    MOMENTS,
+    SAME_KEYPRESS_SECONDS,
+    Progress,
+    StopRequest,
+    TrainingState,
+    newest_state,
+    save_state,
+    states,
+)
 
 
 def state(number: float, size: int = 4) -> TrainingState:
@@ -78,7 +87,9 @@ def test_no_state_is_no_state_and_anothers_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_killed_writer_leaves_a_whole_state(tmp_path: Path) -> None:
-    """Writers that do nothing else, killed 25 times at random moments: what is left is always a whole state, never an older one."""
+    """Writers that do nothing else, killed 25 times at random moments: what is left is always a whole state, never an
+    older one.
+    """
     save_state(tmp_path, state(1, 300), Progress(1), "key", keep=1)
     draw, newest, interrupted = random.Random(0), 1, 0
     for _ in range(25):
@@ -124,7 +135,7 @@ def test_records_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
 def test_stop_signals_become_a_flag_and_a_second_ctrl_c_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGTERM)
     now = 100.0
-    monkeypatch.setattr("train.state.time.monotonic", lambda: now)
+    monkeypatch.setattr("train.trainer.state.time.monotonic", lambda: now)
     with StopRequest() as stop:
         assert not stop.received
         os.kill(os.getpid(), signal.SIGINT)

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.errors import UserError
-from drafters.settings import build_settings
+from drafters.base.errors import UserError
+from drafters.base.settings import build_settings
 from tests.cpu.train.runs import make_place, recipe, run, weights
 from tests.cpu.train.small import TWO_ROWS, packed
 from train.config import TrainSettings
-from train.features import Features
-from train.run import check_batch
-from train.schedule import rows_of_step
-from train.state import Progress
-from train.step import step_batches
+from train.target_features.features import Features
+from train.trainer.run import check_batch
+from train.trainer.schedule import rows_of_step
+from train.trainer.state import Progress
+from train.trainer.step import step_batches
 
 
 class Asked:
@@ -60,11 +60,15 @@ def test_a_batch_that_cannot_be_shared_is_refused(tmp_path: Path) -> None:
 
 
 def test_norms_move_by_less_than_bf16_holds(tmp_path: Path) -> None:
-    """Fault 12: from 1 the next number of bf16 is 2^-7 up and 2^-8 down, and half of that rounds to no change; masters are fp32."""
+    """Fault 12: from 1 the next number of bf16 is 2^-7 up and 2^-8 down, and half of that rounds to no change; masters
+    are fp32.
+    """
     optimizer = {"lr": 1e-4, "warmup_steps": 0}
     run(make_place(tmp_path), "bf16", dtype="bfloat16", curriculum=[{"steps": 2, "depth": 1}], optimizer=optimizer)
     found = weights(tmp_path / "bf16")
-    norms = [weight for name, weight in found.items() if name.endswith("midlayer.input_layernorm.weight")]  # they start at 1
+    norms = [
+        weight for name, weight in found.items() if name.endswith("midlayer.input_layernorm.weight")
+    ]  # they start at 1
     assert len(norms) == 1 and all(weight.dtype == torch.float32 for weight in found.values())
     moved = (norms[0] - 1).abs()
     assert (moved > 0).all() and moved.max() < 2**-9

@@ -1,4 +1,6 @@
-"""Stores: what is read is what is computed online; several processes share the work; sizes are asked about and disks left room."""
+"""Stores: what is read is what is computed online; several processes share the work; sizes are asked about and disks
+left room.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from data.pack import PackedRow
-from drafters.errors import UserError
-from drafters.targets import Target, load_target
+from data.chat.pack import PackedRow
+from drafters.base.errors import UserError
+from drafters.targets.target import Target, load_target
 from tests.cpu.train.rows import TAPS, equal, rows
 from tests.tiny import save_tiny_target
-from train import store
-from train.features import Features, KeptFeatures, OnlineFeatures
-from train.store import StoredFeatures, StorePlan
+from train.target_features import store
+from train.target_features.features import Features, KeptFeatures, OnlineFeatures
+from train.target_features.store import StoredFeatures, StorePlan
 
 ALONE = (0, 1)
 
@@ -38,7 +40,9 @@ def nothing(*_: object) -> None:
     """Shows and says nothing."""
 
 
-def planned(directory: Path, target: Target, data: Sequence[PackedRow], per_shard: int = 2, taps: Sequence[int] = TAPS) -> StorePlan:
+def planned(
+    directory: Path, target: Target, data: Sequence[PackedRow], per_shard: int = 2, taps: Sequence[int] = TAPS
+) -> StorePlan:
     plan = store.plan_store(directory, target, data, taps, per_shard)
     store.begin([plan], 1.0, never, nothing)
     return plan
@@ -56,7 +60,9 @@ def test_a_store_gives_what_online_gives(target: Target, tmp_path: Path) -> None
     equal(KeptFeatures(online, 5, 1).batch([4, 0, 3]), together)
 
 
-def test_a_store_with_more_shards_than_open_files(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_with_more_shards_than_open_files(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store, "OPEN_FILES", 2)
     plan = planned(tmp_path, target, rows(4), per_shard=1)
     store.build_share(plan, target, 4, ALONE, nothing)
@@ -107,13 +113,18 @@ def test_a_store_that_was_begun_without_an_index_goes_on(target: Target, tmp_pat
     equal(StoredFeatures(plan.place).batch([2, 0]), OnlineFeatures(target, plan.rows, TAPS).batch([2, 0]))
 
 
-def test_processes_share_the_shards_and_nobody_starts_before_the_first_has_agreed(target: Target, tmp_path: Path) -> None:
-    """Three processes as threads; the first is slow to agree, the others wait for it, and at the end each sees the whole store.
+def test_processes_share_the_shards_and_nobody_starts_before_the_first_has_agreed(
+    target: Target, tmp_path: Path
+) -> None:
+    """Three processes as threads; the first is slow to agree, the others wait for it, and at the end each sees the
+    whole store.
 
     They wait without a collective: a store may take longer than any of those does.
     """
     plan = store.plan_store(tmp_path, target, rows(7), TAPS, 1)
-    targets = [replace(target, model=copy.deepcopy(target.model)) for _ in range(3)]  # a model's taps are one thread's at a time
+    targets = [
+        replace(target, model=copy.deepcopy(target.model)) for _ in range(3)
+    ]  # a model's taps are one thread's at a time
     written: dict[int, list[int]] = {}
     agreed = threading.Event()
 
@@ -140,8 +151,12 @@ def test_processes_share_the_shards_and_nobody_starts_before_the_first_has_agree
     equal(StoredFeatures(plan.place).batch(range(7)), OnlineFeatures(target, plan.rows, TAPS).batch(range(7)))
 
 
-def test_with_a_shared_target_every_process_runs_as_many_forwards(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven rows in shards of three: [3, 3, 1], over two processes; a forward takes two rows. Both run 2 rounds of 2 forwards."""
+def test_with_a_shared_target_every_process_runs_as_many_forwards(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven rows in shards of three: [3, 3, 1], over two processes; a forward takes two rows. Both run 2 rounds of 2
+    forwards.
+    """
     plan = planned(tmp_path, target, rows(7), per_shard=3)
     count = {0: 0, 1: 0}
     real = store.compute_features
@@ -199,7 +214,9 @@ class Disk(NamedTuple):
     free: int
 
 
-def test_a_store_that_would_fill_the_disk_is_refused(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_would_fill_the_disk_is_refused(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = store.plan_store(tmp_path, target, rows(4), TAPS, 2)
     margin = 50_000  # 5 % of it
     for free, enough in ((plan.missing_bytes + margin - 1, False), (plan.missing_bytes + margin + 1, True)):
@@ -220,7 +237,9 @@ def test_a_process_that_waits_in_vain_says_so(target: Target, tmp_path: Path, mo
         store.await_shards(plan, nothing)
 
 
-def test_a_damaged_shard_and_a_full_disk_are_one_line(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_shard_and_a_full_disk_are_one_line(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = planned(tmp_path, target, rows(2))
 
     def full(*_: object) -> None:

@@ -7,8 +7,8 @@ import torch
 
 from tests.cpu.train.small import small_config
 from train.config import ServingSettings, Stage
-from train.plan import Forward, Product, Replayed, flops, products
-from train.throughput import Meter, measured_seconds, seconds_left, stage_number
+from train.costs.plan import Forward, Product, Replayed, flops, products
+from train.costs.throughput import Meter, measured_seconds, seconds_left, stage_number
 
 CURRICULUM = (Stage(steps=10, depth=1), Stage(steps=5, depth=3))
 
@@ -37,14 +37,18 @@ def test_a_stage_to_come_is_expected_by_its_products() -> None:
         meter.share(step, [seen], 3.0)
     unrolled = Forward(8, 256, 4, (1000, *[32] * 5), 1100)
     rounds = Forward(8, 256, 2, (1000, 32, 32), 1100, Replayed(2, 5, 0))
-    base, deeper, replayed = (flops(products(small_config(1), f)) for f in (seen._replace(predictions=(1000, 32, 32)), unrolled, rounds))
+    base, deeper, replayed = (
+        flops(products(small_config(1), f)) for f in (seen._replace(predictions=(1000, 32, 32)), unrolled, rounds)
+    )
     left = meter.left(2)
     assert left == pytest.approx(10 * 3.0 * (deeper + replayed) / base)
     assert left is not None and left < 75  # 150 if a stage took as long for each depth as the one before
 
 
 def test_a_step_that_took_long_says_nothing_of_the_others() -> None:
-    """The first one compiles kernels, another the machine sleeps through: in an average, minutes of them were hours to come."""
+    """The first one compiles kernels, another the machine sleeps through: in an average, minutes of them were hours to
+    come.
+    """
     meter = Meter(small_config(1), CURRICULUM, ServingSettings(), torch.device("cpu"), torch.bfloat16)
     meter.peak = 1e9
     left = []
@@ -52,7 +56,9 @@ def test_a_step_that_took_long_says_nothing_of_the_others() -> None:
         meter.share(step, [Forward(2, 16, 4, (10, 6), 12)], seconds)
         left.append(meter.left(step + 1))
     deeper = meter.work(CURRICULUM[1]) / meter.work(CURRICULUM[0])
-    assert left[0] is None and left[1:] == pytest.approx([8 + 5 * deeper, 7 + 5 * deeper, 6 + 5 * deeper, 5 + 5 * deeper])
+    assert left[0] is None and left[1:] == pytest.approx(
+        [8 + 5 * deeper, 7 + 5 * deeper, 6 + 5 * deeper, 5 + 5 * deeper]
+    )
 
 
 def test_the_share_is_the_products_time_over_the_steps() -> None:
@@ -73,7 +79,9 @@ def test_products_are_timed_and_a_larger_one_takes_longer() -> None:
 
 
 def test_the_result_of_a_timed_product_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without, new pages for 44 MB took five times as long as the product, and the share of a step that did without came out too high."""
+    """Without, new pages for 44 MB took five times as long as the product, and the share of a step that did without
+    came out too high.
+    """
     places, matmul = [], torch.matmul
 
     def noted(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""The unroll against its slow twin: every anchor by itself, one query at a time, with visibility written out as in the specification."""
+"""The unroll against its slow twin: every anchor by itself, one query at a time, with visibility written out as in the
+specification.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,16 @@ from torch import Tensor
 
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from tests.cpu.train.small import HIDDEN, TWO_ROWS, VOCAB, LargestTensor, exact_pair, packed, small_drafter
-from train.features import Features
-from train.unroll import Rows, deeper_steps, first_step, unroll
+from train.objective.unroll import Rows, deeper_steps, first_step, unroll
+from train.target_features.features import Features
 
 DEPTH, LENGTH = 5, 14
 Past = list[tuple[int, Tensor, Tensor]]  # (what the key belongs to, key [M, D], value [M, D])
 
 
-def one_step(drafter: Eagle3Drafter, token: int, feature: Tensor, position: int, pasts: list[Past], label: int) -> Tensor:
+def one_step(
+    drafter: Eagle3Drafter, token: int, feature: Tensor, position: int, pasts: list[Past], label: int
+) -> Tensor:
     """A step of one query; it appends its own keys to `pasts`, layer by layer, and sees exactly what is in there."""
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -31,7 +35,9 @@ def one_step(drafter: Eagle3Drafter, token: int, feature: Tensor, position: int,
     return drafter(embedding, feature[None, None], torch.tensor([[position]]), attend)[0, 0]
 
 
-def twin(drafter: Eagle3Drafter, features: Features, fused: Tensor, row: int, anchor: int, depth: int, window: float) -> list[Tensor]:
+def twin(
+    drafter: Eagle3Drafter, features: Features, fused: Tensor, row: int, anchor: int, depth: int, window: float
+) -> list[Tensor]:
     """Outputs of steps 0..depth at one anchor."""
     tokens, document = features.token_ids[row], features.document_ids[row]
     layers = drafter.config.num_hidden_layers
@@ -47,10 +53,13 @@ def twin(drafter: Eagle3Drafter, features: Features, fused: Tensor, row: int, an
         last_slot = anchor + max(0, d - window)
         first_step = d - window + 1
         pasts = [
-            [entry for entry in prefix[layer] if entry[0] <= last_slot] + [entry for entry in own[layer] if entry[0] >= first_step]
+            [entry for entry in prefix[layer] if entry[0] <= last_slot]
+            + [entry for entry in own[layer] if entry[0] >= first_step]
             for layer in range(layers)
         ]
-        hidden = one_step(drafter, int(tokens[anchor + 1 + d]), outputs[-1], int(features.positions[row, anchor]) + d, pasts, d)
+        hidden = one_step(
+            drafter, int(tokens[anchor + 1 + d]), outputs[-1], int(features.positions[row, anchor]) + d, pasts, d
+        )
         own = [[*own[layer], pasts[layer][-1]] for layer in range(layers)]
         outputs.append(hidden)
     return outputs
@@ -73,7 +82,9 @@ def test_unroll_equals_one_query_at_a_time(layers: int, window: int | None, reco
     trained = [p for p in drafter.parameters() if p.requires_grad]
     generator = torch.Generator().manual_seed(2)
     depth = {(0, 1): 4, (0, 7): 4, (1, 0): DEPTH, (1, 4): DEPTH}  # so deep that the steps stay in their document
-    weights = {place: [torch.randn(HIDDEN, generator=generator).double() for _ in range(depth[place] + 1)] for place in PLACES}
+    weights = {
+        place: [torch.randn(HIDDEN, generator=generator).double() for _ in range(depth[place] + 1)] for place in PLACES
+    }
 
     fused = drafter.fuse(features.taps)
     steps = list(unroll(drafter, rows_of(features), fused, ANCHORS, DEPTH, window, recompute))
@@ -81,12 +92,21 @@ def test_unroll_equals_one_query_at_a_time(layers: int, window: int | None, reco
         (row, anchor): [steps[0][row, anchor]] + [steps[d][row, column] for d in range(1, depth[row, anchor] + 1)]
         for (row, anchor), column in zip(PLACES, [0, 1, 0, 1], strict=True)
     }
-    loss = sum((weights[place][d] @ output for place in PLACES for d, output in enumerate(fast[place])), torch.zeros(()).double())
+    loss = sum(
+        (weights[place][d] @ output for place in PLACES for d, output in enumerate(fast[place])),
+        torch.zeros(()).double(),
+    )
     fast_grads = torch.autograd.grad(loss, trained, allow_unused=True)
 
     fused = drafter.fuse(features.taps)
-    slow = {(r, a): twin(drafter, features, fused, r, a, depth[r, a], math.inf if window is None else window) for r, a in PLACES}
-    loss = sum((weights[place][d] @ output for place in PLACES for d, output in enumerate(slow[place])), torch.zeros(()).double())
+    slow = {
+        (r, a): twin(drafter, features, fused, r, a, depth[r, a], math.inf if window is None else window)
+        for r, a in PLACES
+    }
+    loss = sum(
+        (weights[place][d] @ output for place in PLACES for d, output in enumerate(slow[place])),
+        torch.zeros(()).double(),
+    )
     slow_grads = torch.autograd.grad(loss, trained, allow_unused=True)
 
     for place in PLACES:

@@ -8,11 +8,15 @@ import pytest
 
 from drafters.eagle3_ssd.speed import staleness
 from train.config import LossSettings, ServingSettings
-from train.visits import Rates, depth_weights, rates, remember, visits
+from train.objective.visits import Rates, depth_weights, rates, remember, visits
 
 K, MAX_SHIFT = 3, 8
 DEPTHS = MAX_SHIFT + K + 1
-RATES = Rates([0.7 - 0.04 * d for d in range(DEPTHS)], [0.9 - 0.05 * d for d in range(DEPTHS)], [0.2 - 0.01 * d for d in range(DEPTHS)])
+RATES = Rates(
+    [0.7 - 0.04 * d for d in range(DEPTHS)],
+    [0.9 - 0.05 * d for d in range(DEPTHS)],
+    [0.2 - 0.01 * d for d in range(DEPTHS)],
+)
 
 
 def simulated(rounds: int, refresh: int) -> tuple[list[float], list[float], list[float]]:

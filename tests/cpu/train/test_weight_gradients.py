@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.cpu.train.small import TWO_ROWS, ProductRows, exact_pair
-from train import weight_gradients
-from train.unroll import Rows, unroll
-from train.weight_gradients import gathered_over_calls
+from train.objective.unroll import Rows, unroll
+from train.ops import weight_gradients
+from train.ops.weight_gradients import gathered_over_calls
 
 
 def unrolled(gathers: bool, depth: int, layers: int = 2) -> list[Tensor | None]:
@@ -21,7 +21,9 @@ def unrolled(gathers: bool, depth: int, layers: int = 2) -> list[Tensor | None]:
     anchors = torch.tensor([[1, 2, 8], [2, 6, 7]])
 
     def loss() -> Tensor:
-        return torch.stack([hidden.square().mean() for hidden in unroll(drafter, rows, drafter.fuse(features.taps), anchors, depth)]).sum()
+        return torch.stack(
+            [hidden.square().mean() for hidden in unroll(drafter, rows, drafter.fuse(features.taps), anchors, depth)]
+        ).sum()
 
     if gathers:
         with gathered_over_calls(drafter):

@@ -1,0 +1,1 @@
+"""Conversations to packed token rows: reading, rendering with the chat template, packing."""

@@ -1,0 +1,1 @@
+"""A target writes its own corpus: prompts, answers, the work directory, merging."""

@@ -1,0 +1,107 @@
+"""The work directory of a corpus that is being written: its settings, one JSON line for each finished piece, and what
+is complete.
+
+So a stopped run goes on where it was, one that was begun otherwise is refused, and putting shards together knows what
+is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from drafters.base.errors import UserError
+from drafters.base.settings import Settings, build_settings
+
+SETTINGS_FILE = "settings.json"
+
+
+class RunSettings(Settings):
+    """What the rows of a run depend on. Batch size, device and the number of tokens asked for may change on the way."""
+
+    target: str
+    target_weight_hash: str
+    tokenizer_hash: str
+    template_hash: str
+    template_options: dict[str, Any] = Field(default_factory=dict)
+    model: str | None = Field(
+        default=None, description="name at the server that answers; None where this process does"
+    )
+    seed: int
+    temperatures: tuple[float, ...]
+    prompt_temperature: float
+    max_new_tokens: int
+    max_prompt_tokens: int
+    dtype: str
+    prompts: str = Field(description="hash of the prompts that were given; empty where the target writes them")
+    prompt_source: str
+    shards: int
+
+
+def begin(work: Path, settings: RunSettings, say: Callable[[str], None]) -> None:
+    """Keep `settings` beside the work files. Raises `UserError`, naming the difference, where the run was begun with
+    others.
+    """
+    before = read_settings(work)
+    if before is not None:
+        for name in RunSettings.model_fields:
+            was, now = getattr(before, name), getattr(settings, name)
+            if was != now:
+                raise UserError(
+                    f"{work} was begun with {name} = {was!r}, this command has {now!r}: give the same, or another --out"
+                )
+        return
+    if any(work.glob("*.jsonl")):
+        say(f"{work} holds lines of a run that kept no settings: going on as if they were the same")
+    work.mkdir(parents=True, exist_ok=True)
+    beside = work / f".{SETTINGS_FILE}.{os.getpid()}"
+    beside.write_text(json.dumps(settings.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
+    beside.replace(work / SETTINGS_FILE)
+
+
+def read_settings(work: Path) -> RunSettings | None:
+    """The settings that a run kept; None where there are none."""
+    file = work / SETTINGS_FILE
+    if not file.is_file():
+        return None
+    try:
+        return build_settings(RunSettings, json.loads(file.read_text(encoding="utf-8")), where=str(file))
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON ({error}): restore it, or start anew with another --out") from error
+
+
+def mark_complete(work: Path, shard: int, complete: bool) -> None:
+    """Say that a shard has written all it was to write, or that it is at work again."""
+    file = work / f"complete-{shard}"
+    if complete:
+        file.touch()
+    else:
+        file.unlink(missing_ok=True)
+
+
+def unfinished(work: Path, shards: int) -> list[int]:
+    """The shards that have not said that they are complete."""
+    return [shard for shard in range(shards) if not (work / f"complete-{shard}").is_file()]
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The complete lines of a work file, without touching it: another process may still be writing. None where it is
+    missing.
+    """
+    content = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return [json.loads(line) for line in content[: content.rfind("\n") + 1].splitlines()]
+
+
+def mend(file: Path) -> list[dict[str, Any]]:
+    """The complete lines; one that a kill cut short is taken out of the file, and will be written again."""
+    if file.is_file():
+        content = file.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if whole != content:
+            file.write_bytes(whole)
+    return read_lines(file)

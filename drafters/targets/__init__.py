@@ -1,0 +1,1 @@
+"""Targets: from what the user names to a loaded transformers model, its taps and its chat template."""

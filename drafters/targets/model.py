@@ -1,0 +1,71 @@
+"""Loading a target's transformers model: whole or shared by several processes, plain or quantised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
+
+from drafters.base.errors import UserError
+
+
+def load_model(spec: str, path: str, dtype: torch.dtype, device: str, attention: str, shards: int) -> Any:
+    """The frozen model, on `device`. With `shards` > 1 that many neighbouring processes hold a part each: every
+    forward is a collective.
+
+    A quantisation that the checkpoint's config names stays as it is, as far as the package for it is installed.
+    Raises `UserError` where something is missing or does not fit together.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    try:
+        quantised = getattr(AutoConfig.from_pretrained(path), "quantization_config", None) is not None
+        if shards > 1:
+            options["distributed_config"] = _sharing(spec, shards, quantised)
+        elif quantised:
+            options["device_map"] = {"": device}  # such weights are made on their device, and do not move
+        model: Any = AutoModelForCausalLM.from_pretrained(path, **options)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"target {spec!r} could not be loaded from {path}: {error}") from error
+    model.requires_grad_(False).eval()
+    return model if shards > 1 or quantised else model.to(device)
+
+
+def whole_weight(module: Any, spec: str, what: str) -> Tensor:
+    """The weight of the head or the embeddings, whole and of floating point. Collective for a sharded model."""
+    weight = whole(module.weight.detach())
+    if not usable(weight):
+        raise UserError(
+            f"target {spec!r} has its {what} quantised ({weight.dtype}): use a quantisation that leaves it as it was"
+        )
+    return weight
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor's whole content; others are whole already. Collective for a sharded one."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def usable(weight: Tensor) -> bool:
+    """Whether the numbers of a weight are the weight: a quantised one needs its scales."""
+    return weight.is_floating_point() and weight.element_size() >= 2
+
+
+def _sharing(spec: str, shards: int, quantised: bool) -> Any:
+    """FSDP2 over `shards` neighbours; with more processes than that, each group of them holds the whole model."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    world = distributed.get_world_size() if distributed.is_initialized() else 1
+    if world % shards:
+        raise UserError(
+            f"target {spec!r}: {world} processes cannot form groups of {shards}, start the same number on every node"
+        )
+    if quantised:
+        raise UserError(
+            f"target {spec!r} is quantised and cannot be sharded: use features.target=whole, or the unquantised target"
+        )
+    return DistributedConfig(fsdp_size=shards, dp_replicate_size=world // shards)

@@ -1,0 +1,1 @@
+"""The draft process: look-up, sequential drafting, glue, outcomes, tree."""

@@ -1,0 +1,1 @@
+"""The pieces of a decoder layer between two matrix products."""

@@ -1,0 +1,1 @@
+"""Between token ids and text: detokenising, stop strings, grammars."""

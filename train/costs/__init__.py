@@ -1,0 +1,1 @@
+"""What a run takes: FLOPs, bytes, hours, from shapes alone."""

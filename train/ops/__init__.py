@@ -1,0 +1,1 @@
+"""Operations that only training uses, with their gradients."""

@@ -1,0 +1,1 @@
+"""Features of the frozen target: computed online, or stored."""

@@ -1,0 +1,1 @@
+"""The training run: preparation, loop, step, state."""
