@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test lint test-long gpu-check clean
+.PHONY: help env quickstart test lint format test-long gpu-check clean
 
 # The first Python on the path that is new enough; `make PYTHON=/path/to/python` takes another.
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -42,8 +42,13 @@ test: env lint ## lint, types and the tests that need no GPU
 lint: env ## ruff and pyright only
 	@echo "== ruff"
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { echo "error: these files are not formatted; run make format" >&2; $(BIN)/ruff format --check . ; exit 1; }
 	@echo "== pyright"
 	@$(BIN)/pyright
+
+format: env ## sort imports and format every file, as lint wants them
+	@$(BIN)/ruff check --select I --fix --quiet .
+	@$(BIN)/ruff format .
 
 test-long: env ## soaks and tests on the real model, one at a time
 	@echo "== long tests"

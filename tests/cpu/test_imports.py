@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "infer": {"infer.kernels", "drafters", "data"},
 }
 PROJECT = {"data", "drafters", "infer", "train", "tests"}
-TOP_LEVEL_FOLDERS = {".ci", "data", "drafters", "infer", "recipes", "tests", "train"}
+TOP_LEVEL_FOLDERS = {".ci", ".github", "data", "drafters", "infer", "recipes", "tests", "train"}
 
 
 def module_name(path: Path) -> str:
