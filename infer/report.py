@@ -1,36 +1,29 @@
-"""Plots and a page for people out of `results.json`: `python -m infer.report runs/DIR/results.json` writes them again.
+"""Write the HTML report and the plots of a `results.json` again: `python -m infer.report runs/DIR/results.json`.
 
-The page is one file: the plots stand in it as SVG, and nothing is fetched.
+The report is one file that holds the plots as SVG and fetches nothing.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
-
 from drafters.base.errors import UserError, run_command
-from drafters.base.pages import cards, number, page, percent, plot, section, table, text
+from drafters.base.pages import cards, number, page, percent, section, table, text
 from infer.console import Parser
+from infer.evaluation.plots import PLOTS
 
-COLOURS = {"ar": "#8a8f98", "sd": "#2a78b8", "ssd": "#d9541e"}
-PARTS = (
-    ("verify", "verification", "#2a78b8"),
-    ("drafting", "standing still for the drafter", "#d9541e"),
-    ("other", "the rest", "#c9ccd1"),
-)
 GLOSSARY = (
     (
         "ar, sd, ssd",
-        "The target alone; target and drafter in turns; both at once, the drafter preparing for the outcomes it expects.",
+        "The target alone; target and drafter in turns; both at once, the drafter preparing for expected outcomes.",
     ),
     (
         "tokens/s",
-        "Decoding speed: tokens after each answer's first, over the time they took. The forward of the prompt is left out.",
+        "Decoding speed: tokens after each answer's first, over the time they took. The prompt's forward is left out.",
     ),
     (
         "tokens per round",
@@ -39,20 +32,20 @@ GLOSSARY = (
     ("acceptance at position j", "How often the j-th drafted token is accepted, where those before it were."),
     (
         "hit rate",
-        "How often the outcome of a verification was among those prepared for. The first round of an answer is not counted.",
+        "Share of verifications whose outcome was prepared for; an answer's first round is left out.",
     ),
     (
         "retention",
-        "Tokens per round after hits, over those of drafts from the target's own features at the same places (replayed afterwards): "
-        "what is left when features lag behind.",
+        "Tokens per round after hits, over those of drafts from fresh target features at the same places (replayed "
+        "afterwards): what is left when features lag behind.",
     ),
     (
-        "waits / busy",
-        "In hit rounds, the target's waits over the drafter's working time: near 0, drafting costs no time.",
+        "exposed share",
+        "In hit rounds, the target's waits over the draft process's working time: near 0, drafting costs no time.",
     ),
     (
         "interval",
-        "95 % bootstrap interval over prompts: prompts are drawn again with replacement, the modes of a prompt stay together.",
+        "95 % bootstrap interval: prompts are drawn again with replacement, the modes of a prompt stay together.",
     ),
 )
 
@@ -96,8 +89,8 @@ def render_page(results: Mapping[str, Any], plots: Mapping[str, str | None]) -> 
     title = f"Speed of {results['target']['name']}"
     how = "greedy" if not arguments["temperature"] else f"temperature {arguments['temperature']}"
     subtitle = (
-        f"{results['runs'][0]['prompts']} prompts, {how}, at most {arguments['max_new_tokens']} new tokens, {settings['dtype']}, "
-        f"{machine['cpu']}, torch {machine['torch']}, transformers {machine['transformers']}"
+        f"{results['runs'][0]['prompts']} prompts, {how}, at most {arguments['max_new_tokens']} new tokens, "
+        f"{settings['dtype']}, {machine['cpu']}, torch {machine['torch']}, transformers {machine['transformers']}"
     )
     parts = [_headline(results), section("Modes", _runs_table(results))]
     for name, heading, note in SECTIONS:
@@ -107,130 +100,12 @@ def render_page(results: Mapping[str, Any], plots: Mapping[str, str | None]) -> 
     return page(title, subtitle, parts)
 
 
-def speed_plot(results: Mapping[str, Any]) -> str | None:
-    """Tokens per second of each run, with intervals."""
-    runs = [run for run in results["runs"] if run["tokens_per_second"]]
-
-    def draw(axes: Axes) -> None:
-        values = [run["tokens_per_second"] for run in runs]
-        ends = [run["tokens_per_second_interval"] or [value, value] for run, value in zip(runs, values, strict=True)]
-        errors = [[max(0.0, value - low) for value, (low, _) in zip(values, ends, strict=True)]]
-        errors += [[max(0.0, high - value) for value, (_, high) in zip(values, ends, strict=True)]]
-        axes.barh(
-            range(len(runs)),
-            values,
-            xerr=errors,
-            color=[COLOURS[run["mode"]] for run in runs],
-            height=0.6,
-            ecolor="#33373d",
-            capsize=3,
-        )
-        for row, (value, (_, high)) in enumerate(zip(values, ends, strict=True)):
-            axes.annotate(
-                f"{value:.1f}", (max(value, high), row), xytext=(6, 0), textcoords="offset points", va="center"
-            )
-        axes.set_yticks(range(len(runs)), list(map(_tick, runs)))
-        axes.invert_yaxis()
-        axes.set_xlim(right=1.15 * max(high for _, high in ends))
-        axes.set_xlabel("tokens per second")
-
-    return plot(draw, height=0.8 + 0.5 * len(runs)) if runs else None
-
-
-def acceptance_plot(results: Mapping[str, Any]) -> str | None:
-    """Acceptance by position of the speculating runs."""
-    runs = [run for run in results["runs"] if any(rate is not None for rate in run["acceptance_by_position"])]
-
-    def draw(axes: Axes) -> None:
-        for place, run in enumerate(runs):
-            points = [(j, rate) for j, rate in enumerate(run["acceptance_by_position"], start=1) if rate is not None]
-            style = "-" if run["label"] == run["mode"] else "--"
-            axes.plot(
-                *zip(*points, strict=True),
-                style,
-                marker="o",
-                color=COLOURS[run["mode"]],
-                label=run["label"],
-                alpha=1 - 0.1 * place,
-            )
-        longest = max(len(run["acceptance_by_position"]) for run in runs)
-        axes.set_xticks(range(1, longest + 1))
-        axes.set_ylim(0, 1)
-        axes.set_xlabel("position in the speculation")
-        axes.set_ylabel("accepted, if those before were")
-        axes.legend(frameon=False)
-
-    return plot(draw) if runs else None
-
-
-def hit_plot(results: Mapping[str, Any]) -> str | None:
-    """Tokens per round after a hit and after a miss."""
-    runs = [
-        run
-        for run in results["runs"]
-        if run["tokens_per_round_hit"] is not None or run["tokens_per_round_miss"] is not None
-    ]
-
-    def draw(axes: Axes) -> None:
-        kinds = (
-            ("tokens_per_round_hit", "after a hit", "#d9541e"),
-            ("tokens_per_round_miss", "after a miss", "#f0b79d"),
-        )
-        for offset, (name, label, colour) in zip((-0.2, 0.2), kinds, strict=True):
-            values = [run[name] or 0.0 for run in runs]
-            bars = axes.barh(
-                [row + offset for row in range(len(runs))], values, height=0.36, color=colour, label=label
-            )
-            axes.bar_label(bars, fmt="%.2f", padding=5)
-        axes.axvline(1, color="#33373d", linewidth=0.8, linestyle=":")
-        axes.set_yticks(range(len(runs)), list(map(_tick, runs)))
-        axes.invert_yaxis()
-        axes.margins(x=0.12)
-        axes.set_xlabel("tokens per round (dotted: the target alone)")
-        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-
-    return plot(draw, height=1.2 + 0.6 * len(runs)) if runs else None
-
-
-def round_plot(results: Mapping[str, Any]) -> str | None:
-    """What a mean round is made of, in milliseconds."""
-    runs = [run for run in results["runs"] if run["round_ms"]]
-
-    def draw(axes: Axes) -> None:
-        left = [0.0] * len(runs)
-        for part, label, colour in PARTS:
-            values = [max(0.0, run["round_ms"][part]) for run in runs]
-            axes.barh(range(len(runs)), values, left=left, height=0.6, color=colour, label=label)
-            left = [start + value for start, value in zip(left, values, strict=True)]
-        for row, run in enumerate(runs):
-            axes.annotate(
-                f"{run['round_ms']['mean']:.1f}",
-                (left[row], row),
-                xytext=(5, 0),
-                textcoords="offset points",
-                va="center",
-            )
-        axes.set_yticks(range(len(runs)), list(map(_tick, runs)))
-        axes.invert_yaxis()
-        axes.margins(x=0.1)
-        axes.set_xlabel("milliseconds of a mean round")
-        axes.figure.legend(frameon=False, loc="outside lower center", ncols=3)
-
-    return plot(draw, height=1.3 + 0.5 * len(runs)) if runs else None
-
-
-PLOTS: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
-    "speed": speed_plot,
-    "acceptance": acceptance_plot,
-    "hits": hit_plot,
-    "round": round_plot,
-}
 SECTIONS = (
     ("speed", "Speed", "Decoding speed. The whiskers are 95 % intervals over prompts."),
     (
         "round",
         "Where a round's time goes",
-        "A round is one forward of the target. In ssd the drafter works at the same time; only what it is late by shows.",
+        "A round is one forward of the target. In ssd the drafter works meanwhile; only its exposed time shows.",
     ),
     (
         "acceptance",
@@ -243,10 +118,6 @@ SECTIONS = (
         "Hits serve a speculation that was prepared before its outcome was known; a miss is answered by the fallback.",
     ),
 )
-
-
-def _tick(run: Mapping[str, Any]) -> str:
-    return run["label"].replace(" ", "\n")
 
 
 def _headline(results: Mapping[str, Any]) -> str:
@@ -262,8 +133,9 @@ def _headline(results: Mapping[str, Any]) -> str:
 
 
 def _runs_table(results: Mapping[str, Any]) -> str:
-    head = ["", "tokens/s", "tokens per round", "hit rate", "after a hit", "after a miss", "retention", "waits / busy"]
-    head += ["verify ms", "p90", "drafter ms", "p90", "wait ms", "p90", "new tokens", "prompts s", "decoding s"]
+    head = ["", "tokens/s", "tokens per round", "hit rate", "after a hit", "after a miss", "retention"]
+    head += ["exposed share", "verify ms", "p90", "drafter ms", "p90", "wait ms", "p90", "new tokens"]
+    head += ["prompts s", "decoding s"]
     rows = []
     for run in results["runs"]:
         spreads = [
@@ -279,12 +151,17 @@ def _runs_table(results: Mapping[str, Any]) -> str:
             number(run["tokens_per_round_hit"], 2),
             number(run["tokens_per_round_miss"], 2),
             _retention(run),
-            percent(run["hidden"]),
+            percent(_exposed_share(run)),
         ]
         row += [number(value, 1) for value in spreads]
         row += [str(run["new_tokens"]), number(run["prefill_seconds"], 1), number(run["seconds"], 1)]
         rows.append(row)
     return table(head, rows)
+
+
+def _exposed_share(run: Mapping[str, Any]) -> float | None:
+    """A results.json written before version 0.2 calls the figure `hidden`."""
+    return run["exposed_share"] if "exposed_share" in run else run["hidden"]
 
 
 def _retention(run: Mapping[str, Any]) -> str:
@@ -310,14 +187,15 @@ def _agreement(results: Mapping[str, Any]) -> str:
         return ""
     rows = []
     for pair in results["agreement"]:
-        margins = [parting["margin"] for parting in pair["partings"] if parting["margin"] is not None]
+        margins = [found["margin"] for found in pair["partings"] if found["margin"] is not None]
         largest = f"{max(margins):.3f}" if margins else ""
         rows.append([pair["pair"], f"{pair['equal']} of {pair['prompts']}", largest])
     note = (
-        "All modes choose the target's likeliest token. In float32 they agree to the token. In bfloat16 forwards of different widths round "
-        "differently, so answers may part where two tokens are nearly equally likely: the margin is the distance of their logits."
+        "All modes choose the target's likeliest token. In float32 they agree to the token. In bfloat16 forwards of "
+        "different widths round differently, so answers may diverge where two tokens are nearly equally likely: the "
+        "margin is the distance of their logits."
     )
-    return section("Same tokens", table(["", "equal answers", "largest margin at a parting"], rows), note)
+    return section("Same tokens", table(["", "equal answers", "largest margin where they diverge"], rows), note)
 
 
 def _settings_table(results: Mapping[str, Any]) -> str:

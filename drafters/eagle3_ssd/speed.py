@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from drafters.base.bootstrap import Interval, bootstrap_interval
+
 
 @dataclass(frozen=True)
 class RoundTimes:
@@ -51,14 +53,6 @@ class StepCosts:
         return RoundTimes(1.0, 1.0, self.drafting(lookahead), background, self.drafting(fallback_lookahead))
 
 
-class Interval(NamedTuple):
-    """A figure with its 95 % bootstrap interval."""
-
-    value: float
-    low: float
-    high: float
-
-
 class PairedTokens(NamedTuple):
     """Of one prompt, over its hit rounds: their number, and the tokens accepted of what was served and of what a fresh
     draft had given.
@@ -77,13 +71,11 @@ def retention(prompts: Sequence[PairedTokens], resamples: int = 2000, seed: int 
     (3 + 2) / (3 + 4) = 0.714: three rounds, two tokens accepted of four.
     """
     rounds_N, served_N, fresh_N = np.array(prompts, dtype=np.int64).reshape(-1, 3).T
-    if not rounds_N.sum():
-        return None
-    drawn = np.random.default_rng(seed).integers(len(prompts), size=(resamples, len(prompts)))
-    bonus, served, fresh = (x_N[drawn].sum(1) for x_N in (rounds_N, served_N, fresh_N))
-    there = bonus > 0
-    low, high = np.percentile((bonus + served)[there] / (bonus + fresh)[there], [2.5, 97.5])
-    return Interval(float((rounds_N + served_N).sum() / (rounds_N + fresh_N).sum()), float(low), float(high))
+
+    def quotient(drawn_SN: np.ndarray) -> np.ndarray:
+        return (rounds_N + served_N)[drawn_SN].sum(1) / (rounds_N + fresh_N)[drawn_SN].sum(1)
+
+    return bootstrap_interval(quotient, len(prompts), resamples, seed)
 
 
 def tokens_per_round(accepted: Sequence[int]) -> float:
@@ -127,9 +119,9 @@ def hit_rate(hits: int, looked_up: int) -> float | None:
     return hits / looked_up if looked_up else None
 
 
-def wait_share(waits: Sequence[float], draft_busy: Sequence[float]) -> float | None:
-    """How much of the drafting was not hidden: over the hit rounds, the target's waits over the draft process's busy
-    time.
+def exposed_share(waits: Sequence[float], draft_busy: Sequence[float]) -> float | None:
+    """Share of the drafting time that the target waited for: over the hit rounds, its waits over the draft process's
+    busy time. 0 is drafting that costs nothing. None where nothing was drafted.
     """
     busy = sum(draft_busy)
     return sum(waits) / busy if busy > 0 else None
@@ -153,12 +145,12 @@ def sd_over_ar(tokens_sd: float, times: RoundTimes) -> float:
 def ssd_over_sd(
     p: float, tokens_hit: float, tokens_miss: float, tokens_sd: float, times: RoundTimes, batch: int = 1
 ) -> float:
-    """Predicted speed of SSD over synchronous SD, misses and unhidden drafting included."""
+    """Predicted speed of SSD over synchronous SD, misses and exposed drafting included."""
     return ssd_over_ar(p, tokens_hit, tokens_miss, times, batch) / sd_over_ar(tokens_sd, times)
 
 
 def ssd_over_sd_limit(tokens_hit: float, tokens_sd: float, times: RoundTimes) -> float:
-    """The most SSD can gain over synchronous SD: every look-up hits, all drafting is hidden: (1 + T_SD) E_hit / E_SD."""
+    """The most SSD can gain over synchronous SD, all hits and no exposed drafting: (1 + T_SD) E_hit / E_SD."""
     return (1 + times.draft / times.verify) * tokens_hit / tokens_sd
 
 

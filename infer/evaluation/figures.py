@@ -1,7 +1,7 @@
-"""From the records of finished requests to the figures of `results.json`: pure functions, seconds in, milliseconds
-where named so.
+"""Speed, acceptance and hit rate of finished requests, as `results.json` holds them (infer/README.md, section 3).
 
-`ssd.md` defines them. Rates are over all rounds of all prompts together, not means of the prompts' own rates.
+Pure functions. Times are in seconds, in milliseconds where a name ends in `_ms`. Rates are over all rounds of all
+prompts together; they are not means of the prompts' own rates.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from drafters.base.bootstrap import Interval, bootstrap_interval
 from drafters.eagle3_ssd import speed
-from drafters.eagle3_ssd.speed import Interval
 from infer.engine.request import RoundRecord, Source
 
 LOOKED_UP = frozenset({Source.HIT, Source.JIT, Source.NGRAM, Source.NONE})
 MISSES = LOOKED_UP - {Source.HIT}
 
 
-class Answered(Protocol):
-    """What is read of a finished request (`infer.engine.request.Request` has it)."""
+class FinishedRequest(Protocol):
+    """The fields of a finished request that the figures are computed from; `infer.engine.request.Request` has them."""
 
     @property
     def new_tokens(self) -> Sequence[int]: ...
@@ -33,7 +33,7 @@ class Answered(Protocol):
     def decode_seconds(self) -> float: ...
 
 
-class Spread(NamedTuple):
+class Percentiles(NamedTuple):
     """Median and 90th percentile, in milliseconds."""
 
     p50: float
@@ -47,15 +47,15 @@ class MeasuredTimes(NamedTuple):
     ssd: speed.RoundTimes
 
 
-class Parting(NamedTuple):
-    """Two token sequences are equal before `index`, where `first` and `second` differ (None: that sequence has ended)."""
+class Divergence(NamedTuple):
+    """Two token sequences are equal before `index` and hold `first` and `second` there (None: that one has ended)."""
 
     index: int
     first: int | None
     second: int | None
 
 
-def tokens_per_second(answers: Sequence[Answered]) -> float | None:
+def tokens_per_second(answers: Sequence[FinishedRequest]) -> float | None:
     """Decoding speed: the tokens after each answer's first, over the seconds in which they were made; None where there
     are none.
 
@@ -65,14 +65,15 @@ def tokens_per_second(answers: Sequence[Answered]) -> float | None:
     return sum(len(answer.new_tokens) - 1 for answer in answers) / seconds if seconds > 0 else None
 
 
-def rounds_of(answers: Iterable[Answered]) -> list[RoundRecord]:
+def rounds_of(answers: Iterable[FinishedRequest]) -> list[RoundRecord]:
     """All rounds of all answers."""
     return list(chain.from_iterable(answer.rounds for answer in answers))
 
 
 def tokens_per_round(rounds: Sequence[RoundRecord], sources: Iterable[Source] | None = None) -> float | None:
-    """tau: committed tokens per target forward, bonus included, before a stop trims them; of the rounds from `sources`
-    only.
+    """tau: committed tokens per target forward, bonus token included, before a stop trims them.
+
+    Of the rounds whose speculation came from `sources` only, where they are given.
     """
     chosen = [record.emitted for record in _from(rounds, sources)]
     return sum(chosen) / len(chosen) if chosen else None
@@ -90,62 +91,68 @@ def acceptance_by_position(rounds: Sequence[RoundRecord], lookahead: int) -> lis
     return speed.acceptance_by_position([r.accepted for r in rounds], [r.offered for r in rounds], lookahead)
 
 
-def hidden(rounds: Sequence[RoundRecord]) -> float | None:
-    """Over the hit rounds, the target's waits as a share of the drafter's busy time: 0 is drafting that costs nothing."""
+def exposed_share(rounds: Sequence[RoundRecord]) -> float | None:
+    """Share of the drafting time that is exposed: over the hit rounds, the target's waits over the draft process's
+    busy time. 0 is drafting that costs nothing; None where no round was a hit.
+    """
     hits = _from(rounds, [Source.HIT])
-    return speed.wait_share([record.wait for record in hits], [record.draft for record in hits])
+    return speed.exposed_share([record.wait for record in hits], [record.draft for record in hits])
 
 
-def spread_ms(seconds: Sequence[float]) -> Spread | None:
+def percentiles_ms(seconds: Sequence[float]) -> Percentiles | None:
     """p50 and p90 of times given in seconds; None where there are none."""
     if not seconds:
         return None
     p50, p90 = np.percentile(np.asarray(seconds) * 1000, [50, 90])
-    return Spread(float(p50), float(p90))
+    return Percentiles(float(p50), float(p90))
 
 
-def speed_interval(answers: Sequence[Answered], resamples: int = 2000, seed: int = 0) -> Interval | None:
-    """Tokens per second, prompts drawn again with replacement."""
-    return _bootstrap(answers, None, resamples, seed)
+def speed_interval(answers: Sequence[FinishedRequest], resamples: int = 2000, seed: int = 0) -> Interval | None:
+    """Tokens per second with its interval over prompts."""
+    return bootstrap_interval(lambda drawn_SN: _speeds(answers, drawn_SN), len(answers), resamples, seed)
 
 
 def ratio_interval(
-    fast: Sequence[Answered], slow: Sequence[Answered], resamples: int = 2000, seed: int = 0
+    fast: Sequence[FinishedRequest], slow: Sequence[FinishedRequest], resamples: int = 2000, seed: int = 0
 ) -> Interval | None:
-    """Speed of `fast` over `slow`, which answered the same prompts in the same order; prompts are drawn again as
-    pairs.
-    """
+    """Speed of `fast` over that of `slow` on the same prompts in the same order; prompts are drawn in pairs."""
     assert len(fast) == len(slow), f"{len(fast)} and {len(slow)} answers are not pairs"
-    return _bootstrap(fast, slow, resamples, seed)
+    return bootstrap_interval(
+        lambda drawn_SN: _speeds(fast, drawn_SN) / _speeds(slow, drawn_SN), len(fast), resamples, seed
+    )
 
 
-def first_parting(first: Sequence[int], second: Sequence[int]) -> Parting | None:
-    """Where two answers part; None where they are equal. `first_parting([1, 2, 3], [1, 5])` is (1, 2, 5)."""
+def first_divergence(first: Sequence[int], second: Sequence[int]) -> Divergence | None:
+    """The first place where two answers differ; None where they are equal.
+
+    `first_divergence([1, 2, 3], [1, 5])` is (1, 2, 5).
+    """
     shared = next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
     if shared == len(first) == len(second):
         return None
-    return Parting(
+    return Divergence(
         shared, first[shared] if shared < len(first) else None, second[shared] if shared < len(second) else None
     )
 
 
 def drafting_seconds(record: RoundRecord) -> float:
-    """How long the round stood still for its speculation: the wait for the draft process or, in mode sd, the drafting
-    itself.
-    """
+    """How long the target waited for the round's speculation; in mode sd that is the drafting itself."""
     return record.draft if record.source is Source.SYNC else record.wait
 
 
-def round_seconds(answers: Sequence[Answered]) -> float | None:
+def round_seconds(answers: Sequence[FinishedRequest]) -> float | None:
     """Mean length of a decoding round, everything included."""
     count = len(rounds_of(answers))
     return sum(answer.decode_seconds for answer in answers) / count if count else None
 
 
-def measured_times(ar: Sequence[Answered], sd: Sequence[Answered], ssd: Sequence[Answered]) -> MeasuredTimes | None:
-    """The times of `ssd.md` section 7 out of three measured modes; None where one of them has no rounds.
+def measured_times(
+    ar: Sequence[FinishedRequest], sd: Sequence[FinishedRequest], ssd: Sequence[FinishedRequest]
+) -> MeasuredTimes | None:
+    """The times of the speed formula (infer/README.md, section 3) from three measured modes; None where one has no
+    rounds.
 
     A round without its drafting is a verification, the engine's own work included. The draft process is busy with
     extend, glue and tree in a hit round, and with the answer before that in a miss: the difference of the two is the
@@ -170,9 +177,7 @@ def measured_times(ar: Sequence[Answered], sd: Sequence[Answered], ssd: Sequence
 def predicted_ratios(
     rounds_sd: Sequence[RoundRecord], rounds_ssd: Sequence[RoundRecord], times: MeasuredTimes
 ) -> dict[str, float]:
-    """The speeds that `ssd.md` section 7 gives for measured times and tokens per round, under the keys of the measured
-    ratios.
-    """
+    """The speed ratios that the formula (infer/README.md, section 3) gives for measured times and tokens per round."""
     everywhere = tokens_per_round(rounds_ssd) or 1.0
     tokens_hit = tokens_per_round(rounds_ssd, [Source.HIT]) or everywhere
     tokens_miss = tokens_per_round(rounds_ssd, MISSES) or everywhere
@@ -181,7 +186,7 @@ def predicted_ratios(
     return {"ssd/ar": ssd_over_ar, "ssd/sd": ssd_over_ar / sd_over_ar, "sd/ar": sd_over_ar}
 
 
-def _verification(answers: Sequence[Answered]) -> float:
+def _verification(answers: Sequence[FinishedRequest]) -> float:
     return (round_seconds(answers) or 0.0) - _mean(list(map(drafting_seconds, rounds_of(answers))))
 
 
@@ -194,23 +199,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _bootstrap(
-    fast: Sequence[Answered], slow: Sequence[Answered] | None, resamples: int, seed: int
-) -> Interval | None:
-    if not fast:
-        return None
-    drawn = np.random.default_rng(seed).integers(len(fast), size=(resamples, len(fast)))
-    everything = np.arange(len(fast))[None]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        value = _speeds(fast, everything) / (1.0 if slow is None else _speeds(slow, everything))
-        again = _speeds(fast, drawn) / (1.0 if slow is None else _speeds(slow, drawn))
-    if not np.isfinite(value).all():
-        return None
-    low, high = np.percentile(again[np.isfinite(again)], [2.5, 97.5])
-    return Interval(float(value[0]), float(low), float(high))
-
-
-def _speeds(answers: Sequence[Answered], drawn_SN: np.ndarray) -> np.ndarray:
+def _speeds(answers: Sequence[FinishedRequest], drawn_SN: np.ndarray) -> np.ndarray:
     """Tokens per second of S samples of N answers each."""
     tokens = np.array([len(answer.new_tokens) - 1 for answer in answers])
     seconds = np.array([answer.decode_seconds for answer in answers])

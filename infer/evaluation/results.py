@@ -1,4 +1,4 @@
-"""The content of `results.json`: what was measured, on what, and what follows from it."""
+"""The content of `results.json`: the machine, the runs with their figures, ratios, agreement and predicted speeds."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from infer.evaluation.figures import (
     MISSES,
     acceptance_by_position,
     drafting_seconds,
-    first_parting,
-    hidden,
+    exposed_share,
+    first_divergence,
     hit_rate,
     measured_times,
+    percentiles_ms,
     predicted_ratios,
     ratio_interval,
     round_seconds,
     rounds_of,
     speed_interval,
-    spread_ms,
     tokens_per_round,
     tokens_per_second,
 )
@@ -58,9 +58,9 @@ def build_results(
     arguments: Mapping[str, Any],
     paired: Mapping[str, Sequence[PairedTokens]],
 ) -> dict[str, Any]:
-    """Everything that `results.json` holds. Only runs whose label is their mode, and the baseline, enter the ratios.
+    """The content of `results.json`. Only runs whose label is their mode, and the baseline, enter the ratios.
 
-    `paired` are the hit rounds' tokens of the runs, by label, for those that have them.
+    `paired` holds, by label of a run, what its retention is computed from.
     """
     plain = {run.label: run for run in runs if run.label in (run.mode, BASELINE)}
     drafter = next((run.settings.drafter for run in runs if run.mode is not Mode.AR), None)
@@ -110,12 +110,12 @@ def run_record(run: Measured, paired: Sequence[PairedTokens] = ()) -> dict[str, 
         "tokens_per_round_hit": tokens_per_round(cached, [Source.HIT]),
         "tokens_per_round_miss": tokens_per_round(cached, MISSES),
         "retention": retention_record(paired),
-        "hidden": hidden(cached),
-        "verify_ms": _spread([record.verify for record in rounds]),
-        "draft_ms": _spread([record.draft for record in rounds]),
-        "wait_ms": _spread([record.wait for record in rounds]),
-        "wait_hit_ms": _spread([record.wait for record in cached if record.source is Source.HIT]),
-        "wait_miss_ms": _spread([record.wait for record in cached if record.source in MISSES]),
+        "exposed_share": exposed_share(cached),
+        "verify_ms": _percentiles([record.verify for record in rounds]),
+        "draft_ms": _percentiles([record.draft for record in rounds]),
+        "wait_ms": _percentiles([record.wait for record in rounds]),
+        "wait_hit_ms": _percentiles([record.wait for record in cached if record.source is Source.HIT]),
+        "wait_miss_ms": _percentiles([record.wait for record in cached if record.source in MISSES]),
         "round_ms": _round_split(answers, rounds),
         "sources": {source.value: sum(record.source is source for record in rounds) for source in Source},
         "outputs": [_output(name, answer) for name, answer in zip(run.prompt_ids, answers, strict=True)],
@@ -123,9 +123,7 @@ def run_record(run: Measured, paired: Sequence[PairedTokens] = ()) -> dict[str, 
 
 
 def retention_record(paired: Sequence[PairedTokens]) -> dict[str, float] | None:
-    """Retention with its interval over prompts, and the tokens per round it is made of; None where no hit round could
-    be paired.
-    """
+    """Retention with its interval, and the tokens per round that it compares; None where no hit round was paired."""
     found = retention(paired)
     if found is None:
         return None
@@ -137,32 +135,32 @@ def retention_record(paired: Sequence[PairedTokens]) -> dict[str, float] | None:
 
 
 def agreement(first: Measured, second: Measured, target: Target) -> dict[str, Any]:
-    """On how many prompts two runs gave the same tokens, and where the others part, with the target's margin there."""
-    partings = []
+    """On how many prompts two runs gave the same tokens; where the others diverge, with the target's margin there."""
+    divergences = []
     for name, a, b in zip(first.prompt_ids, first.answers, second.answers, strict=True):
-        parting = first_parting(a.new_tokens, b.new_tokens)
-        if parting is not None:
-            prefix = [*a.prompt_ids, *a.new_tokens[: parting.index]]
-            margin = parting_margin(target, prefix, parting.first, parting.second)
-            partings.append({"id": name, **parting._asdict(), "margin": margin})
+        found = first_divergence(a.new_tokens, b.new_tokens)
+        if found is not None:
+            prefix = [*a.prompt_ids, *a.new_tokens[: found.index]]
+            margin = logit_margin(target, prefix, found.first, found.second)
+            divergences.append({"id": name, **found._asdict(), "margin": margin})
     return {
         "pair": f"{first.label}/{second.label}",
         "prompts": len(first.answers),
-        "equal": len(first.answers) - len(partings),
-        "partings": partings,
+        "equal": len(first.answers) - len(divergences),
+        "partings": divergences,
     }
 
 
 @torch.no_grad()
-def parting_margin(target: Target, prefix_ids: Sequence[int], first: int | None, second: int | None) -> float | None:
-    """How far apart the target's logits of two tokens are after `prefix_ids`, by one plain forward of its own dtype.
+def logit_margin(target: Target, prefix_ids: Sequence[int], first: int | None, second: int | None) -> float | None:
+    """Distance of the target's logits of two tokens after `prefix_ids`, from one plain forward in its own dtype.
 
-    The heads' rows are applied in fp32. A margin near the resolution of the dtype (0.125 for bf16 logits of 16 to 32)
-    is a near-tie. None where one of the answers simply ended.
+    The two rows of the LM head are applied in fp32. A margin near the resolution of the dtype (0.125 for bf16 logits
+    of 16 to 32) is a near-tie. None where one of the answers has ended.
     """
     if first is None or second is None:
         return None
-    from infer.kernels.attention.paged import DocumentContext
+    from infer.kernels.attention.context import DocumentContext
 
     ids = torch.tensor([list(prefix_ids)], device=target.device)
     context = DocumentContext(torch.ones_like(ids))
@@ -173,7 +171,7 @@ def parting_margin(target: Target, prefix_ids: Sequence[int], first: int | None,
 
 
 def prediction(plain: Mapping[str, Measured], ratios: Mapping[str, float | None]) -> dict[str, Any] | None:
-    """The speeds that `ssd.md` section 7 gives for the measured times and tokens per round, beside the measured ones."""
+    """Speed ratios by the formula (infer/README.md, section 3), from measured times, beside the measured ratios."""
     if not {"ar", "sd", "ssd"} <= plain.keys():
         return None
     ar, sd, ssd = (plain[mode].answers for mode in ("ar", "sd", "ssd"))
@@ -198,7 +196,7 @@ def prediction(plain: Mapping[str, Measured], ratios: Mapping[str, float | None]
 
 
 def machine_facts() -> dict[str, Any]:
-    """Where the figures come from."""
+    """Hardware and library versions."""
     import transformers
 
     return {
@@ -214,7 +212,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write beside and rename, so that a reader never sees half a file."""
+    """Write to a file beside it and rename that, so that a reader never sees half a file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     os.replace(beside, path)
@@ -234,7 +232,7 @@ def _output(name: str, answer: Request) -> dict[str, Any]:
 
 
 def _round_split(answers: Sequence[Request], rounds: Sequence[RoundRecord]) -> dict[str, float] | None:
-    """Mean round in milliseconds: verification, standing still for the drafter, and the rest (sampling, bookkeeping)."""
+    """Mean round in milliseconds: verification, waiting for the drafter, and the rest (sampling, bookkeeping)."""
     whole = round_seconds(answers)
     if whole is None:
         return None
@@ -244,9 +242,9 @@ def _round_split(answers: Sequence[Request], rounds: Sequence[RoundRecord]) -> d
     return {name: 1000 * seconds for name, seconds in parts.items()}
 
 
-def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    spread = spread_ms(seconds)
-    return spread and spread._asdict()
+def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
+    percentiles = percentiles_ms(seconds)
+    return percentiles and percentiles._asdict()
 
 
 def _cpu_name() -> str:

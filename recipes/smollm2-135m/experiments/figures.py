@@ -18,6 +18,7 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from drafters.base.bootstrap import bootstrap_interval
 from drafters.eagle3_ssd.card import read_card
 
 ENGINE, EXPERIMENTS, PLOTS = Path("runs/engine"), Path("runs/experiments"), Path(__file__).parents[1] / "plots"
@@ -45,16 +46,20 @@ def row(name: str, results: dict[str, Any]) -> str:
 
 
 def difference(results: dict[str, Any], base: dict[str, Any], label: str, over: str, under: str) -> str:
-    """Of the ratio of two sums over prompts, with its 95 % interval: prompts are drawn again as pairs."""
-    found, by_id = [], [{answer["id"]: answer for answer in _runs(side)[label]["outputs"]} for side in (results, base)]
+    """Difference of the ratio of two sums over prompts, with its 95 % interval; prompts are drawn in pairs."""
+    by_id = [{answer["id"]: answer for answer in _runs(side)[label]["outputs"]} for side in (results, base)]
     assert by_id[0].keys() == by_id[1].keys(), "the two have not answered the same prompts"
-    drawn = np.random.default_rng(0).integers(len(by_id[0]), size=(2000, len(by_id[0])))
-    for answers in by_id:
-        above, below = (np.array([_count(answers[name], what) for name in by_id[0]]) for what in (over, under))
-        found.append((above.sum() / below.sum(), above[drawn].sum(1) / below[drawn].sum(1)))
-    (value, again), (base_value, base_again) = found
-    low, high = np.percentile(again - base_again, [2.5, 97.5])
-    return f"{value - base_value:+.3f} ({low:+.3f} to {high:+.3f})"
+    counts = [
+        [np.array([_count(answers[name], what) for name in by_id[0]]) for what in (over, under)] for answers in by_id
+    ]
+
+    def statistic(drawn_SN: np.ndarray) -> np.ndarray:
+        own, other = (above[drawn_SN].sum(1) / below[drawn_SN].sum(1) for above, below in counts)
+        return own - other
+
+    interval = bootstrap_interval(statistic, len(by_id[0]))
+    assert interval is not None, f"{label}: no {under} to divide by"
+    return f"{interval.value:+.3f} ({interval.low:+.3f} to {interval.high:+.3f})"
 
 
 def _runs(results: dict[str, Any]) -> dict[str, dict[str, Any]]:

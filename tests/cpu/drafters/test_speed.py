@@ -16,6 +16,7 @@ from drafters.eagle3_ssd.speed import (
     acceptance_by_position,
     break_even,
     critical_batch,
+    exposed_share,
     hit_rate,
     joint_acceptance,
     retention,
@@ -26,7 +27,6 @@ from drafters.eagle3_ssd.speed import (
     staleness,
     tokens_per_round,
     tokens_per_round_from_joint,
-    wait_share,
 )
 
 ACCEPTED = [0, 2, 3, 3]
@@ -55,8 +55,8 @@ def test_short_speculations_are_not_judged_where_they_had_no_token() -> None:
 def test_rates_of_nothing_are_none() -> None:
     assert hit_rate(3, 4) == 0.75
     assert hit_rate(0, 0) is None
-    assert wait_share([0.001, 0.0], [0.006, 0.004]) == pytest.approx(0.1)
-    assert wait_share([], []) is None
+    assert exposed_share([0.001, 0.0], [0.006, 0.004]) == pytest.approx(0.1)
+    assert exposed_share([], []) is None
 
 
 def test_ssd_over_ar_by_hand() -> None:

@@ -21,8 +21,8 @@ from data.prompts import read_prompts
 from drafters.targets.target import Target, load_target
 from infer.config import EngineSettings, Mode
 from infer.engine.request import SamplingParams
-from infer.evaluation.figures import first_parting
-from infer.evaluation.results import parting_margin
+from infer.evaluation.figures import first_divergence
+from infer.evaluation.results import logit_margin
 from infer.launch import launch
 
 ROOT = Path(__file__).parents[3]
@@ -123,8 +123,8 @@ def partings(
     """By prompt, the margin between the two tokens where its answers part."""
     found: dict[int, float | None] = {}
     for number, (prompt, first, second) in enumerate(zip(prompts, expected, answers, strict=True)):
-        if parting := first_parting(first, second):
-            found[number] = parting_margin(target, [*prompt, *first[: parting.index]], parting.first, parting.second)
+        if parting := first_divergence(first, second):
+            found[number] = logit_margin(target, [*prompt, *first[: parting.index]], parting.first, parting.second)
     return found
 
 
@@ -158,7 +158,8 @@ def main() -> int:
         parted = f"partings at near-ties {outcome.partings}" if outcome.partings else "equal"
         verdict = parted if is_exact(outcome) else f"WRONG: {outcome.partings}"
         print(
-            f"{name}: {len(prompts)} prompts {verdict}, {outcome.preempted} sent away, {time.monotonic() - started:.0f} s",
+            f"{name}: {len(prompts)} prompts {verdict}, {outcome.preempted} preempted, "
+            f"{time.monotonic() - started:.0f} s",
             flush=True,
         )
     return 0 if exact else 1

@@ -18,7 +18,7 @@ from infer.config import EngineSettings, Mode
 from infer.console import Interrupt
 from infer.engine.request import FinishReason, Request, RequestOutput, SamplingParams
 from infer.evaluation import retention
-from infer.evaluation.results import Measured, parting_margin, write_json
+from infer.evaluation.results import Measured, logit_margin, write_json
 from tests.cpu.infer.recipe import target_of, write_recipe
 from tests.tiny import tiny_model
 
@@ -59,8 +59,9 @@ def results(recipe: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactor
 
 def test_results_hold_the_documented_fields(results: dict[str, Any]) -> None:
     assert {"machine", "target", "drafter", "runs", "ratios"} <= results.keys()
-    fields = """mode settings prompts new_tokens seconds prefill_seconds tokens_per_second tokens_per_round acceptance_by_position hit_rate
-        tokens_per_round_hit tokens_per_round_miss retention verify_ms draft_ms wait_ms outputs"""
+    fields = """mode settings prompts new_tokens seconds prefill_seconds tokens_per_second tokens_per_round
+        acceptance_by_position hit_rate exposed_share tokens_per_round_hit tokens_per_round_miss retention
+        verify_ms draft_ms wait_ms outputs"""
     for record in results["runs"]:
         assert set(fields.split()) <= record.keys()
         if record["label"] != "transformers":  # which has no rounds
@@ -116,13 +117,13 @@ def test_the_prediction_stands_beside_the_measured_ratios(results: dict[str, Any
         assert entry["share"] == pytest.approx(entry["measured"] / entry["predicted"])
 
 
-def test_parting_margin_is_the_distance_of_two_logits_of_a_plain_forward(recipe: Path) -> None:
+def test_logit_margin_is_the_distance_of_two_logits_of_a_plain_forward(recipe: Path) -> None:
     target, prefix = target_of(recipe), [5, 80, 33, 120, 7]
     with torch.no_grad():
         logits = tiny_model()(torch.tensor([prefix])).logits[0, -1]
-    margin = parting_margin(target, prefix, 40, 41)
+    margin = logit_margin(target, prefix, 40, 41)
     assert margin == pytest.approx(abs(float(logits[40] - logits[41])), rel=1e-4)
-    assert parting_margin(target, prefix, 40, None) is None
+    assert logit_margin(target, prefix, 40, None) is None
 
 
 def test_the_more_particular_setting_wins(recipe: Path, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Figures against hand-made records: definitions of ssd.md, intervals over prompts, and the predicted speed."""
+"""Figures against hand-made records: definitions of infer/README.md, section 3, intervals over prompts, and the
+predicted speed.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from infer.evaluation import figures
 
 
 @dataclass
-class Answer:
-    """What the figures read of a request."""
+class Finished:
+    """What the figures read of a finished request."""
 
     new_tokens: list[int]
     decode_seconds: float
@@ -37,9 +39,9 @@ ROUNDS = [
 
 
 def test_speed_leaves_out_prompt_and_first_token() -> None:
-    answers = [Answer([1] * 11, 2.0), Answer([1] * 31, 3.0)]
+    answers = [Finished([1] * 11, 2.0), Finished([1] * 31, 3.0)]
     assert figures.tokens_per_second(answers) == (10 + 30) / 5.0
-    assert figures.tokens_per_second([Answer([1], 0.0)]) is None
+    assert figures.tokens_per_second([Finished([1], 0.0)]) is None
     assert figures.tokens_per_second([]) is None
 
 
@@ -56,9 +58,9 @@ def test_acceptance_is_conditional_and_over_rounds_that_offered_the_position() -
     assert figures.acceptance_by_position(ROUNDS, 4) == [3 / 4, 2 / 3, 1 / 2, None]
 
 
-def test_hidden_counts_hit_rounds_only() -> None:
-    assert figures.hidden(ROUNDS) == pytest.approx(0.002 / 0.04)
-    assert figures.hidden([record(Source.JIT, 1)]) is None
+def test_exposed_share_counts_hit_rounds_only() -> None:
+    assert figures.exposed_share(ROUNDS) == pytest.approx(0.002 / 0.04)
+    assert figures.exposed_share([record(Source.JIT, 1)]) is None
 
 
 def test_standing_still_is_the_wait_or_in_sd_the_drafting() -> None:
@@ -67,16 +69,16 @@ def test_standing_still_is_the_wait_or_in_sd_the_drafting() -> None:
 
 
 def test_spread_is_in_milliseconds() -> None:
-    spread = figures.spread_ms([0.001 * n for n in range(1, 12)])
+    spread = figures.percentiles_ms([0.001 * n for n in range(1, 12)])
     assert spread is not None
     assert spread.p50 == pytest.approx(6.0)
     assert spread.p90 == pytest.approx(10.0)
-    assert figures.spread_ms([]) is None
+    assert figures.percentiles_ms([]) is None
 
 
 def test_a_ratio_that_is_the_same_on_each_prompt_has_no_width() -> None:
-    slow = [Answer([1] * n, n / 10) for n in (11, 21, 51)]
-    fast = [Answer(a.new_tokens, a.decode_seconds / 2) for a in slow]
+    slow = [Finished([1] * n, n / 10) for n in (11, 21, 51)]
+    fast = [Finished(a.new_tokens, a.decode_seconds / 2) for a in slow]
     assert figures.ratio_interval(fast, slow) == pytest.approx((2.0, 2.0, 2.0))
     speed = figures.speed_interval(slow)
     assert speed is not None
@@ -91,8 +93,8 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     covered = 0
     for number in range(100):
         seconds = generator.uniform(0.8, 1.2, (2, 24))
-        slow = [Answer([1] * 101, 1.5 * s) for s in seconds[0]]
-        fast = [Answer([1] * 101, s) for s in seconds[1]]
+        slow = [Finished([1] * 101, 1.5 * s) for s in seconds[0]]
+        fast = [Finished([1] * 101, s) for s in seconds[1]]
         interval = figures.ratio_interval(fast, slow, resamples=400, seed=number)
         assert interval is not None
         covered += interval.low <= 1.5 <= interval.high
@@ -101,9 +103,10 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
 
 def test_pairs_have_to_be_pairs() -> None:
     with pytest.raises(AssertionError, match="2 and 1"):
-        figures.ratio_interval([Answer([1, 2], 1.0)] * 2, [Answer([1, 2], 1.0)])
+        figures.ratio_interval([Finished([1, 2], 1.0)] * 2, [Finished([1, 2], 1.0)])
     assert figures.ratio_interval([], []) is None
-    assert figures.ratio_interval([Answer([1], 0.0)], [Answer([1], 0.0)]) is None  # answers of one token have no speed
+    # answers of one token have no speed
+    assert figures.ratio_interval([Finished([1], 0.0)], [Finished([1], 0.0)]) is None
 
 
 @pytest.mark.parametrize(
@@ -116,21 +119,21 @@ def test_pairs_have_to_be_pairs() -> None:
         ([], [], None),
     ],
 )
-def test_first_parting(
+def test_first_divergence(
     first: list[int], second: list[int], parting: tuple[int, int | None, int | None] | None
 ) -> None:
-    assert figures.first_parting(first, second) == parting
+    assert figures.first_divergence(first, second) == parting
 
 
 def test_the_prediction_is_exact_where_rounds_are_as_the_formula_assumes() -> None:
     """AR 16 ms; SD 17 + 6 ms, 3 tokens; SSD 18 ms, a hit gives 4 tokens, a miss 2 and waits 5 ms for its answer; all
     hidden.
     """
-    ar = [Answer([1] * 101, 1.6, [RoundRecord(Source.NONE, 0, 0, 1, 0.016, 0.0, 0.0)] * 100)]
-    sd = [Answer([1] * 301, 2.3, [RoundRecord(Source.SYNC, 3, 2, 3, 0.017, 0.0, 0.006)] * 100)]
+    ar = [Finished([1] * 101, 1.6, [RoundRecord(Source.NONE, 0, 0, 1, 0.016, 0.0, 0.0)] * 100)]
+    sd = [Finished([1] * 301, 2.3, [RoundRecord(Source.SYNC, 3, 2, 3, 0.017, 0.0, 0.006)] * 100)]
     hits = [RoundRecord(Source.HIT, 3, 3, 4, 0.018, 0.0, 0.012)] * 75
     misses = [RoundRecord(Source.JIT, 3, 1, 2, 0.018, 0.005, 0.017)] * 25
-    ssd = [Answer([1] * 351, 100 * 0.018 + 25 * 0.005, hits + misses)]
+    ssd = [Finished([1] * 351, 100 * 0.018 + 25 * 0.005, hits + misses)]
     times = figures.measured_times(ar, sd, ssd)
     assert times is not None
     assert (times.sd.autoregressive, times.sd.verify, times.sd.draft) == pytest.approx((0.016, 0.017, 0.006))

@@ -34,7 +34,7 @@ def run_of(mode: str, speed: float, **other: Any) -> dict[str, Any]:
         "hit_rate": None,
         "tokens_per_round_hit": None,
         "tokens_per_round_miss": None,
-        "hidden": None,
+        "exposed_share": None,
         "retention": None,
         "verify_ms": spread,
         "draft_ms": spread,
@@ -59,7 +59,7 @@ def results() -> dict[str, Any]:
                 hit_rate=0.71,
                 tokens_per_round_hit=2.4,
                 tokens_per_round_miss=1.6,
-                hidden=0.04,
+                exposed_share=0.04,
                 retention=KEPT,
             ),
         ],
@@ -117,6 +117,13 @@ def test_the_page_tells_the_figures(results: dict[str, Any], tmp_path: Path) -> 
     page = page_of(results, tmp_path)
     for figure in ("2.07x", "1.91 to 2.22", "103.4", "71%", "4%", "22 of 24", "0.062", "94%", "cpu:0"):
         assert figure in page, figure
+
+
+def test_results_with_the_old_name_of_the_exposed_share_are_read(results: dict[str, Any], tmp_path: Path) -> None:
+    expected = page_of(results, tmp_path)
+    for run in results["runs"]:
+        run["hidden"] = run.pop("exposed_share")
+    assert page_of(results, tmp_path) == expected
 
 
 def test_plots_are_files_too(results: dict[str, Any], tmp_path: Path) -> None:
