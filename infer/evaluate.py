@@ -65,7 +65,6 @@ class Question(NamedTuple):
 
 def main(argv: list[str]) -> int:
     """The command."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
     options = parse(argv)
     runs = plan_runs(options)
     from data.prompts import read_prompts

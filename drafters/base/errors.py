@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import NoReturn
 
+from drafters.base.logs import DEFAULT, LEVELS, OPTION, set_up_logging, take_log_level
+
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -44,6 +46,7 @@ class CommandParser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        self.add_argument(OPTION, choices=LEVELS, default=DEFAULT, help=f"what to log to stderr (default: {DEFAULT})")
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse for what it cannot read."""
@@ -54,12 +57,15 @@ def run_command(main: Callable[[list[str]], int | None], argv: list[str] | None 
     """Run a command's `main(argv)` and turn a `UserError` into one line on stderr.
 
     Returns the exit status: 0, 2 for a user's error, 130 after Ctrl-C. `--debug` anywhere in `argv` lets the
-    traceback through; it is taken out before `main` sees the arguments.
+    traceback through, `--log-level` sets up logging; both are taken out before `main` sees the arguments.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
-    arguments = [argument for argument in arguments if argument != "--debug"]
+    level, arguments = take_log_level([argument for argument in arguments if argument != "--debug"])
     try:
+        if level not in LEVELS:
+            raise UserError(f"{OPTION} {level}: give {', '.join(LEVELS[:-1])} or {LEVELS[-1]}")
+        set_up_logging(level)
         return main(arguments) or 0
     except UserError as error:
         if debug:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from drafters.base.errors import UserError
+from infer.evaluation.figures import tokens_per_second
 
 if TYPE_CHECKING:
     from infer.engine.engine import Engine
@@ -214,7 +215,16 @@ class EngineThread:
                 listener = self._forget(output.request_id) if ended else self._listeners.get(output.request_id)
                 if listener is not None:
                     listener.deliver(output)
+                if ended and log.isEnabledFor(logging.INFO):
+                    _log_end(output)
 
     def _forget(self, request_id: str) -> Listener | None:
         with self._lock:
             return self._listeners.pop(request_id, None)
+
+
+def _log_end(output: RequestOutput) -> None:
+    request, speed = output.request, tokens_per_second([output.request])
+    counts = f"{len(request.prompt_ids)} prompt tokens, {len(request.new_tokens)} new tokens"
+    rate = "" if speed is None else f", {speed:.1f} tokens/s"
+    log.info("%s ended (%s): %s%s", output.request_id, output.finish_reason, counts, rate)

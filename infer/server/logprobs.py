@@ -28,7 +28,7 @@ def chat_logprobs(tokenizer: Any, tokens: Sequence[PlacedToken]) -> dict[str, An
 
 
 def completion_logprobs(tokenizer: Any, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
-    """`choices[].logprobs` of a completion. The chosen token stands among the top ones even where it is none of them."""
+    """`choices[].logprobs` of a completion. The chosen token is always among the top ones."""
     return {
         "tokens": [_name(tokenizer, own.token) for own, _ in tokens],
         "token_logprobs": [own.logprob for own, _ in tokens],

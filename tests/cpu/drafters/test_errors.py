@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
+
 import pytest
 
 from drafters.base.errors import EXIT_USER_ERROR, CommandParser, UserError, run_command, unknown_name
@@ -42,6 +46,39 @@ def test_debug_shows_the_traceback_and_is_not_passed_on() -> None:
     with pytest.raises(UserError, match="no"):
         run_command(main, ["--debug", "lookahead=5"])
     assert seen == [["lookahead=5"]]
+
+
+def test_the_log_level_is_set_and_not_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[tuple[list[str], bool, bool]] = []
+
+    def main(argv: list[str]) -> int:
+        own, library = logging.getLogger("infer.engine"), logging.getLogger("urllib3")
+        seen.append((argv, own.isEnabledFor(logging.INFO), library.isEnabledFor(logging.INFO)))
+        return 0
+
+    for arguments in (["--log-level", "info", "a=1"], ["a=1", "--log-level=debug"], ["a=1"]):
+        assert run_command(main, arguments) == 0
+    assert seen == [(["a=1"], True, False), (["a=1"], True, False), (["a=1"], False, False)]
+    assert run_command(main, ["--log-level", "loud"]) == EXIT_USER_ERROR
+    assert "--log-level loud: give debug, info, warning or error" in capsys.readouterr().err
+
+
+def test_a_command_logs_to_stderr_with_the_logger_where_details_are_asked_for() -> None:
+    script = (
+        "import logging, sys; from drafters.base.errors import run_command\n"
+        "log = logging.getLogger('infer.x')\n"
+        "def main(argv):\n    log.info('a detail'); log.warning('no')\n"
+        "sys.exit(run_command(main))"
+    )
+
+    def log_of(*arguments: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True
+        ).stderr
+
+    assert log_of() == "no\n"
+    assert "INFO infer.x: a detail" in log_of("--log-level", "info")
+    assert log_of("--log-level", "error") == ""
 
 
 def test_other_exceptions_are_not_swallowed() -> None:
