@@ -8,12 +8,14 @@ import argparse
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from drafters.base.errors import CommandParser, unknown_name
+from drafters.base.errors import CommandParser, UserError, unknown_name
 from drafters.base.settings import Settings
+from drafters.eagle3_ssd.serving import ServingSettings
 from infer.config import EngineSettings
 
 stderr = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
@@ -34,6 +36,15 @@ class Parser(CommandParser):
         self.add_argument(
             "overrides", nargs="*", metavar="key=value", help="a setting in place of the recipe's, such as lookahead=4"
         )
+
+    def add_tracing(self) -> None:
+        """The options that show where the time of a round goes."""
+        self.add_argument(
+            "--trace",
+            metavar="FILE",
+            help="write each round of both processes as a Chrome trace, for ui.perfetto.dev",
+        )
+        self.add_argument("--profile", metavar="DIR", help="profile the target's process with torch.profiler")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse, options and settings in any order."""
@@ -104,10 +115,22 @@ def note(line: str, style: str = "dim") -> None:
     stderr.print(line, style=style)
 
 
+def make_directory(option: str, name: str) -> Path:
+    """The directory that `option` names, made where it is missing. Raises `UserError` where that cannot be."""
+    directory = Path(name)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{option} {name}: cannot make that directory ({error.strerror}): give one that can be written"
+        ) from error
+    return directory
+
+
 def settings_help() -> str:
     """The settings with their defaults, for `--help`."""
-    lines = ["settings (in the recipe, or as key=value on the command line):"]
-    for name, field in EngineSettings.model_fields.items():
+    lines = ["settings (in the recipe, or as key=value on the command line; the last ones also in a `serving:` block):"]
+    for name, field in sorted(EngineSettings.model_fields.items(), key=lambda f: f[0] in ServingSettings.model_fields):
         value = ",".join(field.default) if isinstance(field.default, tuple) else field.default
         default = "" if field.is_required() or value is None or isinstance(value, Settings) else f" [{value}]"
         lines.append(f"  {name}{default}".ljust(28) + (field.description or ""))

@@ -1,6 +1,4 @@
-"""Measure modes side by side: `python -m infer.evaluate --recipe R --modes ar,sd,ssd --prompts A.jsonl --num-prompts
-24 ... --out DIR`.
-"""
+"""Measure modes side by side: `python -m infer.evaluate --recipe R --modes ar,sd,ssd --prompts A.jsonl --out DIR`."""
 
 from __future__ import annotations
 
@@ -12,15 +10,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
 from drafters.base.errors import EXIT_INTERRUPTED, UserError, run_command
-from drafters.base.settings import parse_overrides
 from drafters.targets.template import TemplateOptions
-from infer.config import BASELINE, EngineSettings, Mode
-from infer.console import Interrupt, Parser, interruptible, loading, note, progress_bar
-from infer.recipe import mode_named, read_recipe
+from infer.config import BASELINE, Mode
+from infer.console import Interrupt, Parser, interruptible, loading, make_directory, note, progress_bar
+from infer.evaluation.runs import Run, plan_runs
+from infer.evaluation.table import print_table
+from infer.tracing.profiler import profiling
+from infer.tracing.spans import recording, span
 
 if TYPE_CHECKING:
     from drafters.eagle3_ssd.speed import PairedTokens
@@ -36,9 +33,11 @@ DESCRIPTION = """\
 Measure how fast a target answers alone (ar), with synchronous speculation (sd) and with SSD (ssd), and why.
 
 The modes take turns prompt by prompt in one process, so that noise hits all alike; a warm-up is not counted.
-Writes DIR/results.json, DIR/report.html and DIR/plots/. Ctrl-C (or SIGTERM) keeps the prompts that every mode has answered."""
+Writes DIR/results.json, DIR/report.html and DIR/plots/.
+Ctrl-C (or SIGTERM) keeps the prompts that every mode has answered."""
 EXAMPLES = """\
-  python -m infer.evaluate --recipe recipes/smollm2-135m/evaluate.yaml --prompts data/prompts/*.jsonl --num-prompts 24 --out runs/evaluate
+  python -m infer.evaluate --recipe recipes/smollm2-135m/evaluate.yaml --prompts data/prompts/*.jsonl \\
+      --num-prompts 24 --out runs/evaluate
   each mode at its own best lookahead, and ar on two cores beside them:
   python -m infer.evaluate --recipe R --prompts P.jsonl --out DIR --set sd:lookahead=2 --set ssd:lookahead=5 \\
       --beside "ar target_threads=2 target_devices=[cpu:0,cpu:1]\""""
@@ -46,18 +45,8 @@ WARM_UP = [{"role": "user", "content": "Say hello and tell me in one sentence wh
 WARM_UP_TOKENS = 16
 
 
-class Run(NamedTuple):
-    """One thing to measure. The label is the mode, with the settings behind it for a run that stands beside the
-    compared ones.
-    """
-
-    label: str
-    mode: Mode
-    settings: EngineSettings
-
-
-class Question(NamedTuple):
-    """A prompt as the target reads it."""
+class TokenizedPrompt(NamedTuple):
+    """A prompt in the target's chat template, as token ids."""
 
     id: str
     token_ids: list[int]
@@ -74,14 +63,16 @@ def main(argv: list[str]) -> int:
 
     prompts = read_prompts(options.prompts, options.num_prompts)
     params = SamplingParams(options.max_new_tokens, options.temperature, seed=options.seed)
-    out = make_directory(options.out)
+    out = make_directory("--out", options.out)
+    profile = make_directory("--profile", options.profile) if options.profile else None
     with loading(f"loading {runs[0].settings.target} ..."):
         device = str(device_of(runs[0].settings.target_devices))
         target = load_target(runs[0].settings.target, runs[0].settings.dtype, device)
     max_model_len = min(run.settings.max_model_len for run in runs)
-    questions = render_questions(prompts, target, runs[0].settings.template, max_model_len, params.max_new_tokens)
+    rendered = render_prompts(prompts, target, runs[0].settings.template, max_model_len, params.max_new_tokens)
     with interruptible() as interrupt:
-        measured = measure_all(runs, target, questions, params, interrupt)
+        with recording(options.trace):
+            measured = measure_all(runs, target, rendered, params, interrupt, profile)
         if not measured[0].answers:
             print("interrupted before every mode had answered a prompt: nothing is written", file=sys.stderr)
             return EXIT_INTERRUPTED
@@ -135,74 +126,51 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--baseline", action="store_true", help="let transformers' own generate answer too, same weights and threads"
     )
+    parser.add_tracing()
     options = parser.read(argv)
-    settings = [
-        name for name in options.prompts if "=" in name and not Path(name).exists()
-    ]  # --prompts takes all that follows it
+    # --prompts takes all that follows it, settings too
+    settings = [name for name in options.prompts if "=" in name and not Path(name).exists()]
     options.overrides += settings
     options.prompts = [name for name in options.prompts if name not in settings]
     return options
 
 
-def plan_runs(options: argparse.Namespace) -> list[Run]:
-    """What to measure. A setting comes from the recipe, its `modes:` part, key=value, `--set`, `--beside`: the later
-    one wins.
-    """
-    recipe = read_recipe(options.recipe)
-    common = parse_overrides(options.overrides)
-    if options.dtype is not None:
-        common["dtype"] = options.dtype
-    only = _only_for(options.set)
-    modes = [mode_named(name, "--modes") for name in options.modes.split(",")]
-    if len(set(modes)) < len(modes):
-        raise UserError(
-            f"--modes {options.modes}: a mode stands there twice; --beside measures one again with other settings"
-        )
-    runs = []
-    baseline = [(BASELINE, Mode.AR, {})] if options.baseline else []
-    for label, mode, extra in (
-        [(mode.value, mode, {}) for mode in modes] + [_beside(text) for text in options.beside] + baseline
-    ):
-        settings = recipe.settings(mode, {**common, **only.get(mode, {}), **extra, "batch_size": 1})
-        if mode is not Mode.AR and settings.drafter is None:
-            raise UserError(
-                f"{options.recipe}: mode {mode} needs a drafter; add `drafter: DIRECTORY` or give drafter=DIRECTORY"
-            )
-        runs.append(Run(label, mode, settings))
-    _check_one_target(runs)
-    return runs
-
-
-def render_questions(
+def render_prompts(
     prompts: Sequence[Any], target: Target, template: TemplateOptions, max_model_len: int, max_new_tokens: int
-) -> list[Question]:
+) -> list[TokenizedPrompt]:
     """All prompts in the target's template. Raises `UserError` for one that leaves no room for an answer, before
     anything is measured.
     """
     from data.chat.render import render_prompt
 
-    questions = [Question(prompt.id, render_prompt(prompt.messages, target.tokenizer, template)) for prompt in prompts]
-    for question in questions:
-        if len(question.token_ids) >= max_model_len:
-            length = len(question.token_ids)
+    rendered = [
+        TokenizedPrompt(prompt.id, render_prompt(prompt.messages, target.tokenizer, template)) for prompt in prompts
+    ]
+    for prompt in rendered:
+        if len(prompt.token_ids) >= max_model_len:
             raise UserError(
-                f"prompt {question.id!r} has {length} tokens, max_model_len = {max_model_len}: leave it out or raise max_model_len"
+                f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens, max_model_len = {max_model_len}: "
+                "leave it out or raise max_model_len"
             )
-    cut = sum(len(question.token_ids) + max_new_tokens > max_model_len for question in questions)
+    cut = sum(len(prompt.token_ids) + max_new_tokens > max_model_len for prompt in rendered)
     if cut:
-        log.warning(
-            "%d of %d answers may end at max_model_len = %d before --max-new-tokens",
-            cut,
-            len(questions),
-            max_model_len,
-        )
-    return questions
+        text = "%d of %d answers may end at max_model_len = %d before --max-new-tokens"
+        log.warning(text, cut, len(rendered), max_model_len)
+    return rendered
 
 
 def measure_all(
-    runs: Sequence[Run], target: Target, questions: Sequence[Question], params: SamplingParams, interrupt: Interrupt
+    runs: Sequence[Run],
+    target: Target,
+    prompts: Sequence[TokenizedPrompt],
+    params: SamplingParams,
+    interrupt: Interrupt,
+    profile: Path | None = None,
 ) -> list[Measured]:
-    """Launch one engine for each run on the same target, warm them up, and let them answer all questions in turns."""
+    """Launch one engine for each run on the same target, warm them up, and let them answer all prompts in turns.
+
+    `profile` is the directory of torch's profile of the answers.
+    """
     from data.chat.render import render_prompt
     from infer.evaluation.results import Measured
 
@@ -213,9 +181,9 @@ def measure_all(
             warm_up = render_prompt(WARM_UP, target.tokenizer)
             for engine in engines:
                 answer(engine, warm_up, type(params)(WARM_UP_TOKENS), interrupt)
-        with progress_bar() as bar:
-            task = bar.add_task("prompts x modes", total=len(questions) * len(runs))
-            measure(engines, measured, questions, params, interrupt, lambda: bar.advance(task))
+        with progress_bar() as bar, profiling(profile):
+            task = bar.add_task("prompts x modes", total=len(prompts) * len(runs))
+            measure(engines, measured, prompts, params, interrupt, lambda: bar.advance(task))
         for run, engine in zip(runs, engines, strict=True):
             if engine.draft_failures:
                 log.warning("%s: the draft process died on the way: these are not the figures of ssd", run.label)
@@ -226,44 +194,43 @@ def _engine(run: Run, target: Target) -> Engine | TransformersEngine:
     from infer.evaluation.baseline import TransformersEngine
     from infer.launch import launch
 
-    return (
-        TransformersEngine(run.settings, str(target.device))
-        if run.label == BASELINE
-        else launch(run.settings, run.mode, target)
-    )
+    if run.label == BASELINE:
+        return TransformersEngine(run.settings, str(target.device))
+    return launch(run.settings, run.mode, target)
 
 
 def measure(
     engines: Sequence[Engine | TransformersEngine],
     measured: Sequence[Measured],
-    questions: Sequence[Question],
+    prompts: Sequence[TokenizedPrompt],
     params: SamplingParams,
     interrupt: Interrupt,
     advance: Callable[[], None],
 ) -> None:
-    """Every engine answers every question, one at a time; who goes first rotates. A question that Ctrl-C cut short is
-    left out for all.
+    """Every engine answers every prompt, one at a time; the engine that goes first rotates. A prompt that Ctrl-C cut
+    short is left out for all.
     """
-    for number, question in enumerate(questions):
-        turn: dict[int, Request | None] = {}
+    for number, prompt in enumerate(prompts):
+        answered: dict[int, Request | None] = {}
         for place in range(len(engines)):
             index = (number + place) % len(engines)
-            turn[index] = answer(engines[index], question.token_ids, params, interrupt)
+            with span("answer") as traced:
+                traced.note(run=measured[index].label, prompt=prompt.id)
+                answered[index] = answer(engines[index], prompt.token_ids, params, interrupt)
+            log.info("%s: prompt %r answered", measured[index].label, prompt.id)
             advance()
-        if None in turn.values():
+        if None in answered.values():
             return
-        for index, request in turn.items():
+        for index, request in answered.items():
             assert request is not None
-            measured[index].prompt_ids.append(question.id)
+            measured[index].prompt_ids.append(prompt.id)
             measured[index].answers.append(request)
 
 
 def answer(
     engine: Engine | TransformersEngine, prompt_ids: Sequence[int], params: SamplingParams, interrupt: Interrupt
 ) -> Request | None:
-    """The finished request, or None where Ctrl-C came first. The process takes on the engine's cores and threads
-    before.
-    """
+    """The finished request; None where Ctrl-C came first. Pins the process to the engine's cores before."""
     import torch
 
     from infer.devices import pin_to_cores
@@ -280,9 +247,7 @@ def answer(
 
 
 def replay_hits(measured: Sequence[Measured], target: Target, interrupt: Interrupt) -> dict[str, list[PairedTokens]]:
-    """What retention is made of, by label of the SSD runs. Ctrl-C leaves it out: what was measured is worth more than
-    the rest of it.
-    """
+    """What retention is computed from, by label of the SSD runs. Ctrl-C leaves it out; the measurement is kept."""
     from infer.evaluation.retention import paired_tokens
 
     runs = [run for run in measured if run.mode is Mode.SSD]
@@ -323,77 +288,6 @@ def finish(
     write_json(out / "results.json", results)
     write_report(results, out)
     return results
-
-
-def print_table(results: Mapping[str, Any]) -> None:
-    """The figures of each run, and the ratios, on stdout."""
-    table = Table(title=f"{results['target']['name']}, {results['runs'][0]['prompts']} prompts", title_justify="left")
-    for name in ("mode", "tokens/s", "tokens/round", "hit rate", "verify ms", "wait ms"):
-        is_label = (
-            name == "mode"
-        )  # as long as what --beside was given: it takes several lines, the figures keep theirs
-        table.add_column(name, justify="left" if is_label else "right", overflow="fold", no_wrap=not is_label)
-    for run in results["runs"]:
-        rate = "" if run["hit_rate"] is None else f"{run['hit_rate']:.0%}"
-        middle = [(run[name] or {}).get("p50") for name in ("verify_ms", "wait_ms")]
-        numbers = [_number(run["tokens_per_second"], 1), _number(run["tokens_per_round"], 2), rate]
-        table.add_row(run["label"], *numbers, *(_number(value, 1) for value in middle))
-    console = Console(highlight=False, markup=False)  # a label may hold brackets: target_devices=[cpu:0]
-    console.print(table)
-    for name, interval in results["ratio_intervals"].items():
-        if interval:
-            console.print(
-                f"{name}: {interval['value']:.2f} (95 % interval {interval['low']:.2f} to {interval['high']:.2f})"
-            )
-    for run in results["runs"]:
-        if kept := run["retention"]:
-            console.print(
-                f"retention of {run['label']}: {kept['value']:.3f} (95 % interval {kept['low']:.3f} to {kept['high']:.3f})"
-            )
-    for pair in results["agreement"]:
-        console.print(f"same tokens {pair['pair']}: {pair['equal']} of {pair['prompts']} prompts")
-
-
-def make_directory(name: str) -> Path:
-    """The output directory, made where it is missing."""
-    out = Path(name)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"--out {name}: cannot make that directory ({error.strerror}): give one that can be written"
-        ) from error
-    return out
-
-
-def _only_for(pairs: Sequence[str]) -> dict[Mode, dict[str, Any]]:
-    settings: dict[Mode, dict[str, Any]] = {}
-    for pair in pairs:
-        name, colon, override = pair.partition(":")
-        if not colon:
-            raise UserError(f"cannot read --set {pair}: write it as MODE:key=value, for example sd:lookahead=2")
-        settings.setdefault(mode_named(name, "--set"), {}).update(parse_overrides([override]))
-    return settings
-
-
-def _beside(text: str) -> tuple[str, Mode, dict[str, Any]]:
-    name, *pairs = text.split()
-    if not pairs:
-        raise UserError(f'--beside "{text}": give the mode and what differs, for example "ar target_threads=2"')
-    return text, mode_named(name, "--beside"), parse_overrides(pairs)
-
-
-def _check_one_target(runs: Sequence[Run]) -> None:
-    for run in runs[1:]:
-        for name in ("target", "dtype"):
-            if getattr(run.settings, name) != getattr(runs[0].settings, name):
-                raise UserError(
-                    f"{run.label}: {name} differs between the runs; all share one loaded target: measure it in a run of its own"
-                )
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
 
 
 if __name__ == "__main__":

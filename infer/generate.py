@@ -1,4 +1,4 @@
-"""One answer, or a chat, in the terminal: `python -m infer.generate --recipe R --mode ssd --prompt TEXT`."""
+"""Answer one prompt, or chat, in the terminal: `python -m infer.generate --recipe R --mode ssd --prompt TEXT`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from drafters.base.errors import EXIT_INTERRUPTED, UserError, run_command
 from infer.config import Mode
-from infer.console import Parser, interruptible, loading, note
+from infer.console import Parser, interruptible, loading, make_directory, note
 from infer.recipe import load_engine_settings
+from infer.tracing.profiler import profiling
+from infer.tracing.spans import recording
 
 if TYPE_CHECKING:
     from infer.engine.engine import Engine
     from infer.engine.request import Request, SamplingParams
+    from infer.evaluation.completion import Completion
 
 DESCRIPTION = """\
 Answer one prompt with a language model, or chat with it where no --prompt is given.
@@ -44,22 +48,6 @@ SAMPLING = (
 Message = dict[str, str]
 
 
-class Answer(NamedTuple):
-    """An answer's text and its request; `interrupted` where Ctrl-C ended it."""
-
-    mode: Mode
-    request: Request
-    text: str
-    interrupted: bool
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Hits over outcomes looked up; None in the modes that look nothing up."""
-        from infer.evaluation.figures import hit_rate
-
-        return hit_rate(self.request.rounds) if self.mode is Mode.SSD else None
-
-
 def main(argv: list[str]) -> int:
     """The command."""
     options = parse(argv)
@@ -67,9 +55,12 @@ def main(argv: list[str]) -> int:
     from infer.launch import launch
 
     params = sampling_params(options)
-    with loading(f"loading {settings.target}, mode {options.mode} ..."):
-        engine = launch(settings, Mode(options.mode))
-    with engine:
+    profile = make_directory("--profile", options.profile) if options.profile else None
+    with ExitStack() as stack:
+        stack.enter_context(recording(options.trace))  # the draft process is started as a part of the trace
+        with loading(f"loading {settings.target}, mode {options.mode} ..."):
+            engine = stack.enter_context(launch(settings, Mode(options.mode)))
+        stack.enter_context(profiling(profile))
         if options.prompt is None:
             chat(engine, params)
             return 0
@@ -78,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 def answer_prompt(engine: Engine, options: argparse.Namespace, params: SamplingParams) -> int:
     """Answer `--prompt`, `--n` times, one after another; the exit code."""
-    answers: list[Answer] = []
+    answers: list[Completion] = []
     for number, own in enumerate(params.choices(options.n), start=1):
         if options.n > 1 and not options.json:
             note(f"answer {number} of {options.n}")
@@ -91,6 +82,8 @@ def answer_prompt(engine: Engine, options: argparse.Namespace, params: SamplingP
         if answer.interrupted:
             return EXIT_INTERRUPTED
     if options.json:
+        from infer.evaluation.completion import summary
+
         objects = [summary(answer) for answer in answers]
         print(json.dumps(objects[0] if options.n == 1 else {"answers": objects}))
     return 0
@@ -191,6 +184,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object and nothing else; seconds and speed are of decoding"
     )
+    parser.add_tracing()
     options = parser.read(argv)
     if options.prompt is not None and not options.prompt.strip():
         raise UserError("--prompt is empty: give the user's message, or leave --prompt out to chat")
@@ -205,9 +199,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def complete(
     engine: Engine, messages: Sequence[Message], params: SamplingParams, on_text: Callable[[str], None]
-) -> Answer:
+) -> Completion:
     """Let the engine answer `messages` and hand over its text while it comes; the first Ctrl-C cancels the answer."""
     from data.chat.render import render_prompt
+    from infer.evaluation.completion import Completion
     from infer.text.detokenize import AnswerText
 
     text, pieces = AnswerText(engine.target.tokenizer, params.stop), []
@@ -231,7 +226,7 @@ def complete(
         raise KeyboardInterrupt
     if engine.mode is Mode.SSD and not engine.draft_alive:
         note("the draft process has died; answers go on at the target's own speed until it is started again", "yellow")
-    return Answer(engine.mode, request, "".join(pieces), interrupted)
+    return Completion(engine.mode, request, "".join(pieces), interrupted)
 
 
 def chat(engine: Engine, params: SamplingParams) -> None:
@@ -261,7 +256,9 @@ def _turn(engine: Engine, messages: list[Message], params: SamplingParams) -> li
     return [*messages, {"role": "assistant", "content": answer.text}] if answer.text else messages[:-1]
 
 
-def _finish_line(answer: Answer) -> None:
+def _finish_line(answer: Completion) -> None:
+    from infer.evaluation.completion import speed_line
+
     print(flush=True)
     note(speed_line(answer))
 
@@ -281,46 +278,6 @@ def show(piece: str) -> None:
     """Print a piece of the answer at once."""
     sys.stdout.write(piece)
     sys.stdout.flush()
-
-
-def summary(answer: Answer) -> dict[str, Any]:
-    """What `--json` prints. `seconds` and `tokens_per_second` are of decoding (`infer.evaluation.figures`), without
-    the prompt's forward.
-    """
-    from infer.evaluation.figures import tokens_per_round, tokens_per_second
-
-    request = answer.request
-    logprobs = {"logprobs": [own._asdict() for own in request.logprobs]} if request.params.logprobs is not None else {}
-    return {
-        "text": answer.text,
-        "token_ids": request.new_tokens,
-        "prompt_tokens": len(request.prompt_ids),
-        "new_tokens": len(request.new_tokens),
-        "seconds": request.decode_seconds,
-        "tokens_per_second": tokens_per_second([request]),
-        "rounds": len(request.rounds),
-        "tokens_per_round": tokens_per_round(request.rounds),
-        "hit_rate": answer.hit_rate,
-        "finish_reason": request.finish_reason,
-        **logprobs,
-    }
-
-
-def speed_line(answer: Answer) -> str:
-    """One line about the answer: "96 tokens, 101.3 tokens/s, 2.4 tokens per round, hit rate 71 %"."""
-    from infer.evaluation.figures import tokens_per_round, tokens_per_second
-
-    request = answer.request
-    parts = [f"{len(request.new_tokens)} tokens"]
-    if (speed := tokens_per_second([request])) is not None:
-        parts.append(f"{speed:.1f} tokens/s")
-    if (per_round := tokens_per_round(request.rounds)) is not None:
-        parts.append(f"{per_round:.1f} tokens per round")
-    if answer.hit_rate is not None:
-        parts.append(f"hit rate {answer.hit_rate:.0%}")
-    if request.finish_reason == "length":
-        parts.append("cut at the limit (--max-new-tokens or max_model_len)")
-    return ", ".join(parts)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ ORDER = [
     "infer.config",
     "infer.devices",
     "infer.recipe",
+    "infer.tracing",
     "infer.text",
     "infer.ipc",
     "infer.draft",

@@ -218,8 +218,8 @@ class FakeEngine:
 
 def measured_by(engines: list[FakeEngine], interrupt: Interrupt) -> list[Measured]:
     measured = [Measured(engine.name, Mode.AR, engine.settings, [], []) for engine in engines]
-    questions = [evaluate.Question(f"q{n}", [n]) for n in range(4)]
-    evaluate.measure(engines, measured, questions, SamplingParams(), interrupt, lambda: None)  # type: ignore[arg-type]
+    prompts = [evaluate.TokenizedPrompt(f"q{n}", [n]) for n in range(4)]
+    evaluate.measure(engines, measured, prompts, SamplingParams(), interrupt, lambda: None)  # type: ignore[arg-type]
     return measured
 
 
