@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from drafters.base.settings import Settings
+from drafters.base.settings import Alias
+from drafters.eagle3_ssd.serving import ServingSettings
 from drafters.targets.template import TemplateOptions
 
 
@@ -24,26 +26,19 @@ class Mode(StrEnum):
 BASELINE = "transformers"  # the label of a run of transformers' own generate, beside those of the modes
 
 
-class EngineSettings(Settings):
-    """What an engine is built from. `lookahead`, `budget` and their like have no effect in modes that do not use them."""
+class EngineSettings(ServingSettings):
+    """What an engine is built from. Settings of speculation have no effect in modes that do not use them.
+
+    A recipe gives those of `ServingSettings` in a `serving:` block or, as short forms, at top level.
+    """
+
+    aliases: ClassVar[Mapping[str, Alias]] = {
+        f"serving.{name}": Alias(name, deprecated=False) for name in ServingSettings.model_fields
+    }
 
     target: str = Field(description="directory, hub id, .gguf file or builtin:smollm2-135m")
     drafter: str | None = Field(default=None, description="drafter directory (not needed for mode ar)")
     dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="bfloat16 or float32")
-    lookahead: int = Field(default=5, ge=1, le=32, description="K: tokens drafted for each verification")
-    budget: int = Field(default=24, ge=1, le=1024, description="branches prepared for each request and round (ssd)")
-    policy: Literal["uniform", "geometric"] = Field(
-        default="geometric", description="spread of the budget: uniform or geometric (ssd)"
-    )
-    fallback: Literal["jit", "ngram", "none"] = Field(
-        default="jit", description="answer to a miss: jit (draft now), ngram or none (ssd)"
-    )
-    fallback_lookahead: int | None = Field(
-        default=None, ge=1, le=32, description="tokens jit drafts after a miss (default: lookahead)"
-    )
-    refresh: int = Field(
-        default=0, ge=0, description="extra passes that renew the features of tokens in flight, 0..K (ssd)"
-    )
     saguaro_c: float = Field(
         default=1.0, gt=0, le=1, description="Saguaro's C: below 1 trades acceptance for hits when sampling (ssd)"
     )
@@ -72,13 +67,3 @@ class EngineSettings(Settings):
     draft_devices: tuple[str, ...] = Field(default=("cpu:1",), description="device of the draft process (ssd)")
     target_threads: int = Field(default=1, ge=1, description="threads of the target, as many as it has cores")
     draft_threads: int = Field(default=1, ge=1, description="threads of the draft process (ssd)")
-
-    @model_validator(mode="after")
-    def _fits(self) -> EngineSettings:
-        if self.refresh > self.lookahead:
-            raise ValueError(f"refresh = {self.refresh} is more than lookahead = {self.lookahead}; give 0..lookahead")
-        if self.fallback_lookahead is not None and self.fallback_lookahead > self.lookahead:
-            raise ValueError(
-                f"fallback_lookahead = {self.fallback_lookahead} is more than lookahead = {self.lookahead}; give less"
-            )
-        return self

@@ -129,7 +129,7 @@ def make_directory(option: str, name: str) -> Path:
 
 def settings_help() -> str:
     """The settings with their defaults, for `--help`."""
-    lines = ["settings (in the recipe, or as key=value on the command line; the last ones also in a `serving:` block):"]
+    lines = ["settings (in the recipe, or as key=value on the command line; the last ones in a `serving:` block too):"]
     for name, field in sorted(EngineSettings.model_fields.items(), key=lambda f: f[0] in ServingSettings.model_fields):
         value = ",".join(field.default) if isinstance(field.default, tuple) else field.default
         default = "" if field.is_required() or value is None or isinstance(value, Settings) else f" [{value}]"

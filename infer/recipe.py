@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from drafters.base.errors import UserError, unknown_name
-from drafters.base.settings import build_settings, parse_overrides, read_yaml
+from drafters.base.settings import build_layered, parse_overrides, read_yaml
 from infer.config import EngineSettings, Mode
 
 
@@ -19,9 +19,9 @@ class Recipe(NamedTuple):
     common: dict[str, Any]
     by_mode: dict[Mode, dict[str, Any]]
 
-    def settings(self, mode: Mode, overrides: Mapping[str, Any]) -> EngineSettings:
+    def settings(self, mode: Mode, *overrides: Mapping[str, Any]) -> EngineSettings:
         """Of one mode: the file's, then those of its part `modes:`, then the overrides; the later one wins."""
-        return build_settings(EngineSettings, self.common, {**self.by_mode.get(mode, {}), **overrides}, self.where)
+        return build_layered(EngineSettings, [self.common, self.by_mode.get(mode, {}), *overrides], self.where)
 
 
 def read_recipe(path: str) -> Recipe:

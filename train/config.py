@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
-from drafters.base.settings import Settings
+from drafters.base.settings import Alias, Settings
+from drafters.eagle3_ssd.serving import ServingSettings
 from drafters.targets.template import TemplateOptions
 
 NormSetting = Literal["none", "fixed", "learnt"]
@@ -71,28 +81,25 @@ class OptimizerSettings(Settings):
     clip_norm: PositiveFloat = 1.0
 
 
-class ServingSettings(Settings):
-    """How the drafter will be served, for the estimate of which depths serving visits."""
-
-    lookahead: PositiveInt = Field(default=5, description="K, the tokens of a speculation")
-    fan_out: PositiveInt = Field(
-        default=4, description="F, the bonus tokens prepared for each k: about budget / (K + 1)"
-    )
-    refresh: NonNegativeInt = Field(default=0, description="passes that make the first in-flight slots exact again")
-
-
 class LossSettings(Settings):
-    """What is minimised: kl * KL + acceptance * expected rejection, weighted by depth, + bonus * the loss of what SSD
-    caches.
+    """What is minimised at each supervised prediction (train/README.md, section 3).
+
+    cross_entropy * soft cross-entropy + total_variation * expected rejection, weighted by depth, + bonus * the loss of
+    the bonus token that SSD prepares for.
     """
 
-    kl: NonNegativeFloat = 1.0
-    acceptance: NonNegativeFloat = 0.0
+    cross_entropy: NonNegativeFloat = Field(default=1.0, description="weight of the soft cross-entropy (EAGLE-3)")
+    total_variation: NonNegativeFloat = Field(
+        default=0.0, description="weight of 1 - sum min(p, q), the expected rejection"
+    )
     bonus: NonNegativeFloat = Field(default=0.0, description="weight of the bonus token's loss after a rejection")
     bonus_temperature: Literal[0, 1] = Field(default=0, description="0: greedy drafts and target; 1: both sample")
     depth_weights: Literal["decay", "flat", "visited"] = "decay"
     gamma: float = Field(default=0.9, gt=0, le=1, description="weight of depth d is gamma^d under 'decay'")
-    serving: ServingSettings = ServingSettings()
+    fan_out: PositiveInt = Field(
+        default=ServingSettings().mean_fan_out,
+        description="F, the bonus tokens prepared for each k; default serving.budget / (serving.lookahead + 1)",
+    )
     window: PositiveInt | None = Field(default=None, description="refresh window w of the unroll; null is infinite")
     recompute: bool = Field(
         default=False, description="recompute activations in the backward pass: less memory, a third more time"
@@ -104,7 +111,7 @@ class Stage(Settings):
 
     With `replay` an anchor trains one round of serving instead of one unroll: the glue pass over K slots and K steps
     of one branch, at a shift and a fork drawn as often as serving visits them. Shifts go up to depth - 2 K, K =
-    loss.serving.lookahead.
+    serving.lookahead.
     """
 
     steps: PositiveInt
@@ -123,8 +130,9 @@ class BatchSettings(Settings):
 
 
 class HeldoutSettings(Settings):
-    """What is measured on held-out data, and when. Serving is replayed with these settings, and its speed is
-    predicted.
+    """What is measured on held-out data, and when. Serving is replayed, and its speed is predicted.
+
+    What the `serving:` block says of it is the default of `lookahead`, `fallback_lookahead`, `budgets` and `refresh`.
     """
 
     every: PositiveInt = 200
@@ -141,21 +149,25 @@ class HeldoutSettings(Settings):
     depth: PositiveInt | None = Field(
         default=None, description="deepest step that figures per depth go to; default 2 * lookahead"
     )
-    lookahead: PositiveInt = 5
+    lookahead: PositiveInt = Field(default=5, description="default serving.lookahead")
     fallback_lookahead: PositiveInt | None = Field(
-        default=None, description="tokens drafted after a miss; default lookahead"
+        default=None, description="tokens drafted after a miss; default serving.fallback_lookahead, else lookahead"
     )
-    budgets: tuple[PositiveInt, ...] = Field(default=(6, 12, 24, 48), min_length=1)
+    budgets: tuple[PositiveInt, ...] = Field(
+        default=(6, 12, 24, 48),
+        min_length=1,
+        description="budgets to measure; default a quarter, a half, the whole and the double of serving.budget",
+    )
     refresh: tuple[NonNegativeInt, ...] = Field(
-        default=(0,), min_length=1, description="numbers of refresh passes to compare"
+        default=(0,), min_length=1, description="numbers of refresh passes to compare; default serving.refresh"
     )
     step_share: PositiveFloat | None = Field(
         default=None,
-        description="time of a drafter step over that of a verification; default: the drafter's weights over the target's",
+        description="time of a drafter step over that of a verification; default by the weights of both",
     )
     row_share: NonNegativeFloat | None = Field(
         default=None,
-        description="time of each further row of a drafter step, as a share of the step; default 0.03 on CPU, else 0.003",
+        description="time of a further row of a drafter step, as a share of it; default 0.03 on CPU, else 0.003",
     )
 
     @model_validator(mode="after")
@@ -188,6 +200,14 @@ class WandbSettings(Settings):
 class TrainSettings(Settings):
     """A training run."""
 
+    aliases: ClassVar[Mapping[str, Alias]] = {
+        "loss.kl": Alias("loss.cross_entropy"),
+        "loss.acceptance": Alias("loss.total_variation"),
+        "loss.serving.lookahead": Alias("serving.lookahead", defaults={"loss.fan_out": 4, "heldout.lookahead": 5}),
+        "loss.serving.fan_out": Alias("loss.fan_out"),
+        "loss.serving.refresh": Alias("serving.refresh", defaults={"heldout.refresh": [0]}),
+    }
+
     target: str
     output: str = Field(description="directory of the run: metrics.jsonl, states/, best-eagle3/ and final-eagle3/")
     seed: int = 0
@@ -196,6 +216,9 @@ class TrainSettings(Settings):
     )
     minutes: PositiveFloat | None = Field(
         default=None, description="stop after that long, state saved and drafter written"
+    )
+    serving: ServingSettings = Field(
+        default=ServingSettings(), description="how the drafter will be served: loss and validation follow it"
     )
     data: DataSettings
     curriculum: tuple[Stage, ...] = Field(min_length=1)
@@ -208,24 +231,56 @@ class TrainSettings(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()
     wandb: WandbSettings = WandbSettings()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_serving(cls, given: Any) -> Any:
+        """Fill in what `loss` and `heldout` leave to the `serving:` block. Its own mistakes are told afterwards."""
+        if not isinstance(given, Mapping):
+            return given
+        try:
+            serving = ServingSettings.model_validate(given.get("serving", {}))
+        except ValidationError:
+            return given
+        budgets = {max(1, part) for part in (serving.budget // 4, serving.budget // 2, serving.budget)}
+        follows = {
+            "loss": {"fan_out": serving.mean_fan_out},
+            "heldout": {
+                "lookahead": serving.lookahead,
+                "fallback_lookahead": serving.fallback_lookahead,
+                "budgets": (*sorted(budgets), 2 * serving.budget),
+                "refresh": (serving.refresh,),
+            },
+        }
+        return {
+            **given,
+            **{
+                block: {**defaults, **given.get(block, {})}
+                for block, defaults in follows.items()
+                if isinstance(given.get(block, {}), Mapping)
+            },
+        }
+
     @model_validator(mode="after")
     def _loss_is_not_empty(self) -> TrainSettings:
-        if not self.loss.kl and not self.loss.acceptance:
-            raise ValueError("loss.kl and loss.acceptance are both 0: nothing would be trained; set one of them")
+        if not self.loss.cross_entropy and not self.loss.total_variation:
+            raise ValueError(
+                "loss.cross_entropy and loss.total_variation are both 0: nothing would be trained; set one of them"
+            )
         return self
 
     @model_validator(mode="after")
     def _replay_has_room(self) -> TrainSettings:
-        lookahead = self.loss.serving.lookahead
+        lookahead = self.serving.lookahead
         for stage in self.curriculum:
             if stage.replay and stage.depth <= 2 * lookahead:
                 raise ValueError(
-                    f"a curriculum stage with replay has depth {stage.depth}; take 2 * loss.serving.lookahead + 1 = {2 * lookahead + 1} "
-                    "or more, so that there is a round after a hit to replay"
+                    f"a curriculum stage with replay has depth {stage.depth}; take 2 * serving.lookahead + 1 "
+                    f"= {2 * lookahead + 1} or more, so that there is a round after a hit to replay"
                 )
             if stage.replay and self.loss.window is not None:
                 raise ValueError(
-                    f"loss.window = {self.loss.window} approximates what a stage with replay does exactly; leave one out"
+                    f"loss.window = {self.loss.window} approximates what a stage with replay does exactly; "
+                    "leave one out"
                 )
         return self
 

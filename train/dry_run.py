@@ -171,7 +171,7 @@ def stage_forwards(settings: TrainSettings, stage: Stage, turns: list[list[int]]
     enough = turns * together if len(turns) < together else turns
     full = enough[: len(enough) - len(enough) % together]
     done = forwards(full, settings.data.row_length, stage.depth, stage.anchors_per_row, together)
-    serving = settings.loss.serving
+    serving = settings.serving
     return (
         [replayed(forward, serving.lookahead, serving.refresh, stage.depth) for forward in done]
         if stage.replay

@@ -17,7 +17,7 @@ except ModuleNotFoundError:
         "error: the project is not installed in this Python: run `make env` and use .venv/bin/accelerate, or `pip install -e .`"
     )
 
-from drafters.base.settings import load_settings
+from drafters.base.settings import deprecated_names_help, load_settings
 from train.config import TrainSettings
 from train.costs.gpus import gpu_named
 from train.costs.memory import spread_of
@@ -66,7 +66,8 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options of the command; `overrides` are the key=value pairs."""
-    parser = CommandParser("train/eagle3_selfcond.py", DESCRIPTION, EXAMPLES)
+    examples = f"{EXAMPLES}\n\n{deprecated_names_help(TrainSettings)}"
+    parser = CommandParser("train/eagle3_selfcond.py", DESCRIPTION, examples)
     recipe = "a YAML recipe, for example recipes/smollm2-135m/train.yaml; given again, the next one is laid on top"
     parser.add_argument("--config", required=True, action="append", metavar="RECIPE", help=recipe)
     parser.add_argument("--dry-run", action="store_true", help="print what the run would take, and load nothing")

@@ -1,25 +1,46 @@
 """Settings: frozen pydantic models, read from a YAML recipe plus `key=value` overrides, validated once.
 
 Torch-free. An unknown key is an error that names the nearest known one; a bad value names the key, the value and what
-would do.
+would do. A renamed setting keeps its old name for one version, with a warning.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from drafters.base.errors import UserError, unknown_name
 
+logger = logging.getLogger(__name__)
+
+
+class Alias(NamedTuple):
+    """Another name of the setting `name`. A deprecated one warns, and leaves with the next version.
+
+    `defaults` are settings that held beside the old name, where they differ from today's: a recipe that uses the old
+    name and does not give them gets these.
+    """
+
+    name: str
+    deprecated: bool = True
+    defaults: Mapping[str, Any] = {}
+
 
 class Settings(BaseModel):
-    """Base of every settings record: immutable, and closed to names it does not know."""
+    """Base of every settings record: immutable, and closed to names it does not know.
+
+    `aliases` are further names by which files and `key=value` may give a setting, as dotted paths from this record.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    aliases: ClassVar[Mapping[str, Alias]] = {}
 
 
 S = TypeVar("S", bound=Settings)
@@ -44,7 +65,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
-    """Turn `["lookahead=5", "optimizer.lr=1e-4"]` into `{"lookahead": 5, "optimizer": {"lr": 1e-4}}`; values are YAML."""
+    """Turn `["lookahead=5", "optimizer.lr=1e-4"]` into `{"lookahead": 5, "optimizer": {"lr": 1e-4}}`.
+
+    Values are YAML.
+    """
     result: dict[str, Any] = {}
     for pair in pairs:
         key, separator, value = pair.partition("=")
@@ -64,7 +88,17 @@ def build_settings(
     kind: type[S], content: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, where: str = "settings"
 ) -> S:
     """Validate `content` with `overrides` laid on top. `where` (a file name) stands in the error messages."""
-    merged = _merge(dict(content), overrides or {})
+    return build_layered(kind, [content, overrides or {}], where)
+
+
+def build_layered(kind: type[S], layers: Sequence[Mapping[str, Any]], where: str = "settings") -> S:
+    """Validate several contents, each laid on top of those before it. Each may give a setting by any of its names."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged = _merge(merged, _by_canonical_names(kind, layer, where))
+    for defaults in [alias.defaults for old, alias in kind.aliases.items() if any(_has(x, old) for x in layers)]:
+        for path, value in defaults.items():
+            merged = _merge(_nested(path, value), merged)
     try:
         return kind.model_validate(merged)
     except ValidationError as error:
@@ -76,10 +110,60 @@ def load_settings(kind: type[S], path: str | Path | Sequence[str | Path], overri
     `kind`.
     """
     paths = [path] if isinstance(path, str | Path) else path
-    content: dict[str, Any] = {}
-    for each in paths:
-        content = _merge(content, read_yaml(each))
-    return build_settings(kind, content, parse_overrides(overrides), " + ".join(map(str, paths)))
+    layers = [*(read_yaml(each) for each in paths), parse_overrides(overrides)]
+    return build_layered(kind, layers, " + ".join(map(str, paths)))
+
+
+def deprecated_names_help(kind: type[Settings]) -> str:
+    """The old names that settings still have, for `--help`; empty where there are none."""
+    lines = [f"  {old} -> {alias.name}" for old, alias in kind.aliases.items() if alias.deprecated]
+    return "\n".join(["renamed settings (the old names are accepted in this version):", *lines]) if lines else ""
+
+
+def _by_canonical_names(kind: type[Settings], content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A copy of `content` with each alias moved to the name it stands for."""
+    result = deepcopy(dict(content))
+    for old, alias in kind.aliases.items():
+        if not _has(result, old):
+            continue
+        if _has(result, alias.name):
+            raise UserError(f"{where}: {old!r} and {alias.name!r} are the same setting; leave out {old!r}")
+        result = _merge(result, _nested(alias.name, _pop(result, old.split("."))))
+        if alias.deprecated:
+            _warn_once(where, old, alias.name)
+    return result
+
+
+@cache
+def _warn_once(where: str, old: str, new: str) -> None:
+    logger.warning(
+        "%s: setting %r is now called %r; the old name will be refused by the next version", where, old, new
+    )
+
+
+def _has(content: Mapping[str, Any], path: str) -> bool:
+    level: Any = content
+    for part in path.split("."):
+        if not isinstance(level, Mapping) or part not in level:
+            return False
+        level = level[part]
+    return True
+
+
+def _pop(content: dict[str, Any], path: Sequence[str]) -> Any:
+    """Take the value at `path` out of nested mappings, and the mappings that this leaves empty."""
+    if len(path) == 1:
+        return content.pop(path[0])
+    value = _pop(content[path[0]], path[1:])
+    if not content[path[0]]:
+        del content[path[0]]
+    return value
+
+
+def _nested(path: str, value: Any) -> dict[str, Any]:
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return value
 
 
 def _parse_value(key: str, text: str) -> Any:
@@ -110,6 +194,10 @@ def _explain(kind: type[BaseModel], error: ValidationError, where: str) -> UserE
     first = error.errors()[0]
     path = [str(part) for part in first["loc"]]
     name = ".".join(path)
+    in_block = [alias.name for old, alias in kind.aliases.items() if old.startswith(f"{name}.")]
+    if first["type"] == "extra_forbidden" and in_block and isinstance(first["input"], Mapping):
+        known = [path.rpartition(".")[2] for path in in_block]
+        return UserError(f"{where}: {unknown_name('setting', str(next(iter(first['input']), '')), known)}")
     if first["type"] == "extra_forbidden":
         return UserError(f"{where}: {unknown_name('setting', path[-1], _fields_at(kind, path[:-1]))}")
     if first["type"] == "missing":

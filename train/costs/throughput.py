@@ -15,7 +15,8 @@ from statistics import median
 import torch
 
 from drafters.eagle3_ssd.config import DrafterConfig
-from train.config import ServingSettings, Stage
+from drafters.eagle3_ssd.serving import ServingSettings
+from train.config import Stage
 from train.costs.gpus import gpu_of_device
 from train.costs.plan import Forward, Product, flops, in_stage, products
 

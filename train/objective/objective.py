@@ -200,7 +200,9 @@ class Objective(nn.Module):
         self.weights_are_whole = (
             False  # set where no wrapper takes them apart: then gradients of steps are gathered on CPUs
         )
-        self.mix = Mix(settings.kl, settings.acceptance, settings.bonus_temperature, settings.serving.fan_out)
+        self.mix = Mix(
+            settings.cross_entropy, settings.total_variation, settings.bonus_temperature, settings.fan_out
+        )
         self.register_buffer("target_head", target_head_VH, persistent=False)
         self.register_buffer("draft_to_target", draft_to_target_V, persistent=False)
         self.target_head: Tensor
@@ -277,7 +279,7 @@ def step_values(sums_DC: Tensor, computed_D: Sequence[float]) -> dict[str, list[
         return [value / number if number else None for value, number in zip(sums_D, computed_D, strict=True)]
 
     accepted = [number - rejected for number, rejected in zip(computed_D, columns.rejection, strict=True)]
-    logged = {"kl": columns.kl, "acceptance": accepted, "accuracy": columns.correct}
+    logged = {"cross_entropy": columns.kl, "acceptance": accepted, "accuracy": columns.correct}
     logged |= {"teacher_mass_missing": columns.missing, "bonus": columns.bonus}
     return {name: average(sums) for name, sums in logged.items()}
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from drafters.eagle3_ssd.serving import ServingSettings
 from train.config import LossSettings
 
 MEMORY = 0.98  # what is left of a step's counts one step later: figures of the last 50 steps or so
@@ -53,7 +54,7 @@ class DepthWeights(NamedTuple):
     bonus: list[float]
 
 
-def depth_weights(settings: LossSettings, depth: int, tally: Tally) -> DepthWeights:
+def depth_weights(settings: LossSettings, serving: ServingSettings, depth: int, tally: Tally) -> DepthWeights:
     """`decay`: gamma^d; `flat`: 1; `visited`: as often as serving visits a depth, with mean 1 for the base loss.
 
     Under `visited` the bonus loss is weighted by how often a round reaches a fork at that depth, in the same unit, a
@@ -62,15 +63,15 @@ def depth_weights(settings: LossSettings, depth: int, tally: Tally) -> DepthWeig
     if settings.depth_weights != "visited":
         weights = [settings.gamma**d if settings.depth_weights == "decay" else 1.0 for d in range(depth + 1)]
         return DepthWeights(weights, weights)
-    seen = serving_visits(settings, max(0, depth - settings.serving.lookahead), tally)
+    seen = serving_visits(serving, max(0, depth - serving.lookahead), tally)
     unit = (depth + 1) / sum(seen.drafts[: depth + 1])
     return DepthWeights(*([unit * value for value in values[: depth + 1]] for values in (seen.drafts, seen.forks)))
 
 
-def serving_visits(settings: LossSettings, max_shift: int, tally: Tally) -> Visits:
+def serving_visits(serving: ServingSettings, max_shift: int, tally: Tally) -> Visits:
     """What serving visits by the drafter's own figures."""
-    lookahead = settings.serving.lookahead
-    return visits(rates(tally, max_shift + lookahead + 1), lookahead, max_shift, settings.serving.refresh)
+    lookahead = serving.lookahead
+    return visits(rates(tally, max_shift + lookahead + 1), lookahead, max_shift, serving.refresh)
 
 
 def remember(tally: Tally, counts: Sequence[Sequence[float]]) -> Tally:

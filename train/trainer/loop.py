@@ -85,9 +85,7 @@ def begin(
     if accelerator.is_main_process:
         keep_until(output / METRICS_FILE, progress.step)
     metrics = Metrics(settings, output, accelerator.is_main_process, console.say)
-    meter = Meter(
-        objective.drafter.config, settings.curriculum, settings.loss.serving, accelerator.device, objective.dtype
-    )
+    meter = Meter(objective.drafter.config, settings.curriculum, settings.serving, accelerator.device, objective.dtype)
     return Run(settings, prepared, console, accelerator, objective, spread, metrics, meter), progress
 
 

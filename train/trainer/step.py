@@ -49,7 +49,7 @@ def train_step(run: Run, progress: Progress, interrupted: bool, out_of_time: boo
     )
     total = Counts(*reduced[:-2].view(3, -1))
     computed = total.sampled.tolist()
-    weights = depth_weights(settings.loss, stage.depth, progress.tally)
+    weights = depth_weights(settings.loss, settings.serving, stage.depth, progress.tally)
     average = accelerator.num_processes  # the gradients of the processes are averaged, and should be summed
     scales = Scales(*([average * scale for scale in each] for each in scales_of(settings.loss, stage, weights, total)))
     torch.manual_seed(step_seed(settings.seed, step, accelerator.process_index))
@@ -114,8 +114,8 @@ def step_batches(
     alone.
     """
     step, stage = progress.step, settings.stage_at(progress.step)
-    deepest_shift = stage.depth - 2 * settings.loss.serving.lookahead
-    serving = serving_visits(settings.loss, deepest_shift, progress.tally) if stage.replay else None
+    deepest_shift = stage.depth - 2 * settings.serving.lookahead
+    serving = serving_visits(settings.serving, deepest_shift, progress.tally) if stage.replay else None
     rows = rows_of_step(step, settings.batch.rows_per_step, len(prepared.training), settings.seed)
     places = range(accelerator.process_index, len(rows), accelerator.num_processes)
     result = []

@@ -14,12 +14,14 @@ import yaml
 from transformers import AutoConfig
 
 from data import synthesize
-from drafters.base.settings import load_settings
+from drafters.base.errors import UserError
+from drafters.base.settings import build_settings, load_settings
 from drafters.eagle3_ssd.config import default_taps
 from drafters.eagle3_ssd.rope import scaling_of_target
-from infer.config import EngineSettings
+from infer.config import EngineSettings, Mode
 from infer.evaluate import parse, plan_runs
-from train.config import TrainSettings
+from infer.recipe import load_engine_settings
+from train.config import HeldoutSettings, LossSettings, TrainSettings
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 GPU_TARGETS = {
@@ -80,6 +82,91 @@ def test_files_validate_and_agree(name: str) -> None:
         assert f"recipes/{name}/{file}.yaml" in (RECIPES / name / f"{file}.yaml").read_text(), (
             "the command stands on top"
         )
+
+
+# What the recipes said before they had a `serving:` block: loss, held-out and serving each for itself.
+GPU_LOSS = {"kl": 1.0, "depth_weights": "visited", "serving": {"lookahead": 5, "fan_out": 6}, "recompute": True}
+GPU_HELDOUT = {"every": 500, "lookahead": 5, "budgets": [18, 36, 72], "max_rows": 64}
+OLD_LOSS: dict[str, dict[str, Any]] = {name: GPU_LOSS for name in GPU_TARGETS} | {
+    "smollm2-135m": {
+        "kl": 1.0,
+        "acceptance": 1.0,
+        "bonus": 0.3,
+        "depth_weights": "visited",
+        "serving": {"lookahead": 5, "fan_out": 4},
+    },
+}
+OLD_HELDOUT: dict[str, dict[str, Any]] = {name: GPU_HELDOUT for name in GPU_TARGETS} | {
+    "smollm2-135m": {"every": 1500, "lookahead": 5, "budgets": [6, 12, 24], "max_rows": 32},
+}
+OLD_SERVE: dict[str, dict[str, Any]] = {name: {"lookahead": 5, "budget": 36} for name in GPU_TARGETS} | {
+    "smollm2-135m": {"lookahead": 4, "budget": 80, "fallback_lookahead": 2},
+}
+OLD_SD_LOOKAHEAD = {name: 4 for name in GPU_TARGETS} | {"smollm2-135m": 3}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_old_forms_of_training_recipes_load_to_the_same_settings(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = yaml.safe_load((RECIPES / name / "train.yaml").read_text())
+    del content["serving"]
+    old = tmp_path / "train.yaml"
+    old.write_text(yaml.safe_dump(content | {"loss": OLD_LOSS[name], "heldout": OLD_HELDOUT[name]}))
+    with caplog.at_level("WARNING"):
+        loaded = load_settings(TrainSettings, old)
+    shipped, _ = settings_of(name)
+    apart = {"serving": {"budget"}}  # nothing said it before; loss and held-out figures say what followed from it
+    assert loaded.model_dump(exclude=apart) == shipped.model_dump(exclude=apart)
+    assert shipped.loss.fan_out == OLD_LOSS[name]["serving"]["fan_out"]
+    assert any("'loss.kl' is now called 'loss.cross_entropy'" in message for message in caplog.messages)
+    assert any("'loss.serving.lookahead' is now called 'serving.lookahead'" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_serving_recipes_take_the_block_and_the_short_names(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in ("serve.yaml", "evaluate.yaml"):
+        content = yaml.safe_load((RECIPES / name / file).read_text())
+        del content["serving"]
+        if file == "evaluate.yaml":
+            content["modes"] = {"sd": {"lookahead": OLD_SD_LOOKAHEAD[name]}}
+        old = tmp_path / file
+        old.write_text(yaml.safe_dump(content | OLD_SERVE[name]))
+        for mode in Mode:
+            for overrides in ([], ["lookahead=7"], ["serving.lookahead=7"]):
+                loaded, shipped = (load_engine_settings(str(p), mode, overrides) for p in (old, RECIPES / name / file))
+                assert loaded == shipped
+                assert not overrides or shipped.lookahead == 7
+    assert not caplog.messages
+
+
+def test_old_recipes_keep_the_defaults_that_went_with_their_names() -> None:
+    """K of the loss, K of the held-out figures and F were three numbers: giving one left the others."""
+    rest = {"target": "t", "output": "o", "data": {"paths": ["p"]}, "curriculum": [{"steps": 1, "depth": 1}]}
+    old = build_settings(TrainSettings, rest | {"loss": {"serving": {"lookahead": 3, "refresh": 1}}})
+    assert (old.serving.lookahead, old.loss.fan_out, old.heldout.lookahead, old.heldout.refresh) == (3, 4, 5, (0,))
+    old = build_settings(TrainSettings, rest | {"heldout": {"lookahead": 3}})
+    assert (old.serving.lookahead, old.loss.fan_out, old.heldout.lookahead) == (5, 4, 3)
+    plain = build_settings(TrainSettings, rest)
+    assert (plain.loss, plain.heldout) == (LossSettings(), HeldoutSettings())
+
+
+def test_loss_and_heldout_figures_follow_the_serving_block() -> None:
+    rest = {"target": "t", "output": "o", "data": {"paths": ["p"]}, "curriculum": [{"steps": 1, "depth": 1}]}
+    serving = {"lookahead": 4, "budget": 80, "fallback_lookahead": 2, "refresh": 1}
+    follows = build_settings(TrainSettings, rest | {"serving": serving, "heldout": {"every": 7}})
+    assert follows.loss.fan_out == 16 and follows.heldout.every == 7
+    heldout = follows.heldout
+    assert (heldout.lookahead, heldout.fallback_lookahead, heldout.refresh) == (4, 2, (1,))
+    assert heldout.budgets == (20, 40, 80, 160)
+    own = build_settings(
+        TrainSettings, rest | {"serving": serving}, {"loss": {"fan_out": 3}, "heldout": {"budgets": [6]}}
+    )
+    assert own.loss.fan_out == 3 and own.heldout.budgets == (6,)
+    with pytest.raises(UserError, match="'serving' = .*fallback_lookahead = 4 is more than lookahead = 3"):
+        build_settings(TrainSettings, rest | {"serving": {"lookahead": 3, "fallback_lookahead": 4}})
 
 
 @pytest.mark.parametrize("name", NAMES)

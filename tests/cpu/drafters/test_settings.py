@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,16 @@ from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 
 from drafters.base.errors import UserError
-from drafters.base.settings import Settings, build_settings, load_settings, parse_overrides, read_yaml
+from drafters.base.settings import (
+    Alias,
+    Settings,
+    build_layered,
+    build_settings,
+    deprecated_names_help,
+    load_settings,
+    parse_overrides,
+    read_yaml,
+)
 
 
 class Optimizer(Settings):
@@ -25,6 +36,14 @@ class Recipe(Settings):
     target: str
     lookahead: int = Field(default=5, ge=1)
     optimizer: Optimizer = Optimizer()
+
+
+class Renamed(Recipe):
+    aliases: ClassVar[Mapping[str, Alias]] = {
+        "optimizer.rate": Alias("optimizer.lr"),
+        "draft.length": Alias("lookahead", defaults={"optimizer.betas": [0.5, 0.5]}),
+        "serving.lookahead": Alias("lookahead", deprecated=False),
+    }
 
 
 def write(folder: Path, text: str) -> Path:
@@ -155,6 +174,49 @@ def test_a_malformed_file_is_named(tmp_path: Path, text: str, word: str) -> None
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file: .*absent.yaml"):
         read_yaml(tmp_path / "absent.yaml")
+
+
+def test_an_old_name_is_read_and_warned_about_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path, "target: tiny\noptimizer: {rate: 0.25}\nserving: {lookahead: 7}\n")
+    new = tmp_path / "new.yaml"
+    new.write_text("target: tiny\nlookahead: 7\noptimizer: {lr: 0.25}\n")
+    with caplog.at_level(logging.WARNING):
+        recipes = [load_settings(Renamed, path) for _ in range(2)]
+    assert recipes == [load_settings(Renamed, new)] * 2
+    [message] = caplog.messages
+    assert str(path) in message and "'optimizer.rate' is now called 'optimizer.lr'" in message
+
+
+def test_the_later_layer_wins_by_whichever_name_it_gives_a_setting() -> None:
+    contents = [{"target": "tiny", "lookahead": 2}, {"serving": {"lookahead": 3}}, {"draft": {"length": 4}}]
+    for count, expected in enumerate((2, 3, 4), start=1):
+        assert build_layered(Renamed, contents[:count]).lookahead == expected
+        assert build_layered(Renamed, [*reversed(contents)][-count:]).lookahead == 2
+    assert build_settings(Renamed, contents[0], parse_overrides(["serving.lookahead=9"])).lookahead == 9
+
+
+def test_an_old_name_brings_the_defaults_of_its_time_under_everything_given() -> None:
+    old = {"target": "tiny", "draft": {"length": 4}}
+    assert build_settings(Renamed, old).optimizer.betas == (0.5, 0.5)
+    given = {"target": "tiny", "optimizer": {"betas": [0.1, 0.2]}}
+    assert build_layered(Renamed, [given, old]).optimizer.betas == (0.1, 0.2)
+    assert build_settings(Renamed, given | {"lookahead": 4}).optimizer.betas == (0.1, 0.2)
+
+
+def test_one_setting_under_two_names_is_refused() -> None:
+    with pytest.raises(UserError, match="'draft.length' and 'lookahead' are the same setting"):
+        build_settings(Renamed, {"target": "tiny", "lookahead": 1, "draft": {"length": 2}})
+
+
+def test_a_mistake_in_a_block_of_other_names_is_named() -> None:
+    with pytest.raises(UserError, match="unknown setting 'lookahaed': did you mean 'lookahead'"):
+        build_settings(Renamed, {"target": "tiny", "serving": {"lookahaed": 2}})
+
+
+def test_help_lists_the_names_that_will_go() -> None:
+    text = deprecated_names_help(Renamed)
+    assert "optimizer.rate -> optimizer.lr" in text and "serving.lookahead" not in text
+    assert not deprecated_names_help(Recipe)
 
 
 def test_settings_and_errors_load_without_torch() -> None:

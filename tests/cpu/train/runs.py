@@ -47,7 +47,8 @@ def recipe(place: Path, output: str, **changes: Any) -> dict[str, Any]:
         "optimizer": {"lr": 2e-3, "warmup_steps": 3},
         "curriculum": [{"steps": 5, "depth": 1, "anchors_per_row": 8}, {"steps": 3, "depth": 3, "anchors_per_row": 4}],
         "batch": {"rows_per_step": 4, "rows_per_forward": 2},
-        "heldout": {"every": 100, "lookahead": 2, "budgets": [6], "max_rows": 2},
+        "serving": {"lookahead": 2},
+        "heldout": {"every": 100, "budgets": [6], "max_rows": 2},
         "checkpoint": {"every": 100},
         **changes,
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from drafters.base.settings import load_settings
 from train.config import Stage, TrainSettings
@@ -36,7 +37,7 @@ def work(settings: TrainSettings, layers: int) -> float:
         )
         if stage.replay:
             done = [
-                replayed(forward, settings.loss.serving.lookahead, settings.loss.serving.refresh, stage.depth)
+                replayed(forward, settings.serving.lookahead, settings.serving.refresh, stage.depth)
                 for forward in done
             ]
         return stage.steps * sum(flops(products(config, forward)) for forward in done)
@@ -74,6 +75,22 @@ def test_layers_start_from_as_much_work_as_the_four_did(layers: int) -> None:
     assert settings.drafter.num_hidden_layers == layers and settings.drafter.init == "target"
     assert settings_of("A", f"F-{layers}").drafter.init == f"{settings.output}/final-eagle3"
     same(settings, warm, "loss", "optimizer")
+
+
+@pytest.mark.parametrize("name", FROM_WARM)
+def test_the_old_forms_of_the_files_load_to_the_same_settings(name: str, tmp_path: Path) -> None:
+    """Before the `serving:` block: K and F below the loss, K again for the held-out figures, and losses' old names."""
+    for file in ("base", name):
+        content = yaml.safe_load((PLACE / f"{file}.yaml").read_text())
+        loss = content.get("loss", {})
+        for new, old in (("cross_entropy", "kl"), ("total_variation", "acceptance")):
+            loss |= {old: loss.pop(new)} if new in loss else {}
+        if content.pop("serving", None):
+            loss["serving"] = {"lookahead": 5, "fan_out": 4}
+            content["heldout"]["lookahead"] = 5
+        (tmp_path / f"{file}.yaml").write_text(yaml.safe_dump(content))
+    old = load_settings(TrainSettings, [tmp_path / f"{file}.yaml" for file in ("base", name)])
+    assert old == settings_of(name)
 
 
 def test_they_start_where_the_warm_run_ends_and_are_all_explained() -> None:

@@ -34,11 +34,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loss = {
-        "depth_weights": "visited",
-        "bonus": 0.5,
-        "serving": {"lookahead": 2},
-    }  # weights and rounds come from what the run has measured
+    loss = {"depth_weights": "visited", "bonus": 0.5}  # weights and rounds come from what the run has measured
     stages = [
         {"steps": 3, "depth": 3, "anchors_per_row": 8},
         {"steps": 5, "depth": 6, "anchors_per_row": 4, "replay": True},

@@ -121,7 +121,7 @@ def test_bytes_that_move_between_ranks() -> None:
 FOUR_LAYERS = [
     "drafter.num_hidden_layers=4",
     "batch.rows_per_forward=8",
-    "loss={kl: 1.0, depth_weights: decay, gamma: 0.9}",
+    "loss={cross_entropy: 1.0, depth_weights: decay, gamma: 0.9}",
 ]
 
 

@@ -24,7 +24,7 @@ from train.trainer.step import scales_of
 
 DEPTH = 3
 LONG_ROWS = [[(20, [0] * 3 + [1] * 12 + [0] * 2 + [2] * 3)], [(4, [0, 0, 1, 1]), (15, [0, *[1] * 14])]]
-SETTINGS = LossSettings(kl=0.7, acceptance=0.4, bonus=0.6, gamma=0.8)
+SETTINGS = LossSettings(cross_entropy=0.7, total_variation=0.4, bonus=0.6, gamma=0.8)
 VOCABULARY = torch.tensor(sorted({*range(1, VOCAB, 2), 0, 10, 20, 30}))
 
 
@@ -277,7 +277,7 @@ def test_a_depth_without_predictions_has_no_figures() -> None:
     sums = torch.arange(14.0).view(2, 7)
     values = step_values(sums, [4.0, 0.0])
     assert values == {
-        "kl": [0.0, None],
+        "cross_entropy": [0.0, None],
         "acceptance": [1 - 1 / 4, None],
         "accuracy": [2 / 4, None],
         "teacher_mass_missing": [5 / 4, None],

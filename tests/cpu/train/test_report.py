@@ -61,7 +61,7 @@ def test_smoothing_looks_back_only() -> None:
 
 def test_the_page_shows_every_section_and_fetches_nothing(tmp_path: Path) -> None:
     records = [
-        {"settings": {"target": "<x>", "loss": {"kl": 1.0}}},
+        {"settings": {"target": "<x>", "loss": {"cross_entropy": 1.0}}},
         *(step_of(s, 9.0 / s, depth=1 + s // 4) for s in range(1, 8)),
     ]
     records += [heldout_of(3, 1.2), heldout_of(7, 1.1)]

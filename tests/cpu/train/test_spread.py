@@ -44,7 +44,6 @@ def changes(steps: int, rows_per_forward: int = 1) -> dict[str, Any]:
         "loss": {
             "depth_weights": "visited",
             "bonus": 0.5,
-            "serving": {"lookahead": 2},
             "recompute": rows_per_forward == 1,
         },
     }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from drafters.eagle3_ssd.serving import ServingSettings
 from tests.cpu.train.small import small_config
-from train.config import ServingSettings, Stage
+from train.config import Stage
 from train.costs.plan import Forward, Product, Replayed, flops, products
 from train.costs.throughput import Meter, measured_seconds, seconds_left, stage_number
 

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from drafters.eagle3_ssd.serving import ServingSettings
 from drafters.eagle3_ssd.speed import staleness
-from train.config import LossSettings, ServingSettings
+from train.config import LossSettings
 from train.objective.visits import Rates, depth_weights, rates, remember, visits
 
 K, MAX_SHIFT = 3, 8
@@ -70,16 +71,17 @@ def test_a_drafter_that_never_hits_visits_what_a_jit_round_does() -> None:
 
 
 def test_weights_by_kind() -> None:
-    assert depth_weights(LossSettings(depth_weights="flat"), 2, ()).base == [1.0, 1.0, 1.0]
-    assert depth_weights(LossSettings(depth_weights="decay", gamma=0.5), 2, ()).bonus == [1.0, 0.5, 0.25]
-    settings = LossSettings(depth_weights="visited", serving=ServingSettings(lookahead=K))
+    serving = ServingSettings(lookahead=K)
+    assert depth_weights(LossSettings(depth_weights="flat"), serving, 2, ()).base == [1.0, 1.0, 1.0]
+    assert depth_weights(LossSettings(depth_weights="decay", gamma=0.5), serving, 2, ()).bonus == [1.0, 0.5, 0.25]
+    settings = LossSettings(depth_weights="visited")
     tally = tuple((1000.0, 600.0, 800.0, 250.0) for _ in range(12))
-    weights = depth_weights(settings, 11, tally)
+    weights = depth_weights(settings, serving, 11, tally)
     seen = visits(rates(tally, 12), K, 8)
     assert sum(weights.base) == pytest.approx(12) and len(weights.base) == len(weights.bonus) == 12
     assert weights.base == pytest.approx([12 / sum(seen.drafts) * value for value in seen.drafts])
     assert weights.bonus == pytest.approx([12 / sum(seen.drafts) * value for value in seen.forks])
-    shallow = depth_weights(settings, 1, ())
+    shallow = depth_weights(settings, serving, 1, ())
     assert shallow.base == pytest.approx([1.0, 1.0]), "shallower than one speculation: every depth drafts each round"
 
 
