@@ -1,4 +1,4 @@
-"""Offline answers in Python: load once, then answer as many prompts as you have, in one list or piece by piece.
+"""Offline inference in Python: load a model once, then answer lists of prompts, or stream the answers.
 
     from infer.llm import LLM, SamplingParams
 
@@ -64,7 +64,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a round gave one prompt: some text, and with the last piece the answer."""
+    """The text and tokens that one round added to an answer; the last piece holds the whole answer."""
 
     index: int  # of the prompt in what was asked
     text: str
@@ -72,10 +72,8 @@ class Piece:
     answer: Answer | None = None
 
 
-class Asked(NamedTuple):
-    """What one call waits for: the numbers of its prompts by request, and the engine's outputs that nobody has read
-    yet.
-    """
+class PendingCall(NamedTuple):
+    """One call's unfinished requests: the number of the prompt by request id, and engine outputs not read yet."""
 
     names: dict[str, int]
     inbox: deque[RequestOutput]
@@ -121,7 +119,7 @@ class LLM:
     @overload
     def chat(self, messages: Sequence[Chat], params: Params = ..., progress: bool | None = ...) -> list[Answer]: ...
     def chat(self, messages: Any, params: Params = DEFAULT, progress: bool | None = None) -> Answer | list[Answer]:
-        """Answer a chat, or many: like `generate`, with lists of `{"role": ..., "content": ...}` in place of prompts."""
+        """Answer a chat, or many: `generate` with lists of `{"role": ..., "content": ...}` in place of prompts."""
         single = _is_chat(messages)
         answers = self._answers(self._rendered([messages] if single else messages), params, progress)
         return answers[0] if single else answers
@@ -155,21 +153,21 @@ class LLM:
         return [render_prompt(list(map(dict, chat)), target.tokenizer, template) for chat in chats]
 
     def _answers(self, prompts: Sequence[Sequence[int]], params: Params, progress: bool | None) -> list[Answer]:
-        asked = self._submit(prompts, params)
+        call = self._submit(prompts, params)
         answers: dict[int, Answer] = {}
         shown = progress if progress is not None else len(prompts) > 1 and sys.stderr.isatty()
         with progress_bar() if shown else nullcontext() as bar:
             task = bar.add_task("prompts", total=len(prompts)) if bar else None
-            for piece in self._pieces(asked):
+            for piece in self._pieces(call):
                 if piece.answer is not None:
                     answers[piece.index] = piece.answer
                     if bar is not None and task is not None:
                         bar.advance(task)
         return [answers[index] for index in range(len(prompts))]
 
-    def _pieces(self, asked: Asked) -> Iterator[Piece]:
+    def _pieces(self, call: PendingCall) -> Iterator[Piece]:
         """What the rounds give these requests, until all have ended."""
-        names, inbox = asked
+        names, inbox = call
         tokenizer = self.engine.target.tokenizer
         texts: dict[str, AnswerText] = {}
         try:
@@ -197,7 +195,7 @@ class LLM:
             self.engine.cancel(name)
             self._inboxes.pop(name, None)
 
-    def _submit(self, prompts: Sequence[Sequence[int]], params: Params) -> Asked:
+    def _submit(self, prompts: Sequence[Sequence[int]], params: Params) -> PendingCall:
         """Queue all prompts, or none."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
@@ -211,9 +209,9 @@ class LLM:
             except UserError as error:
                 self._cancel(names)
                 raise UserError(f"prompt {index}: {error}") from error
-        asked = Asked(names, deque())
-        self._inboxes |= dict.fromkeys(names, asked.inbox)
-        return asked
+        call = PendingCall(names, deque())
+        self._inboxes |= dict.fromkeys(names, call.inbox)
+        return call
 
 
 def _piece(index: int, output: RequestOutput, text: AnswerText, mode: Mode) -> Piece:

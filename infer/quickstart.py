@@ -1,6 +1,4 @@
-"""The whole path on this machine, on a real model: fetch it, fine-tune its drafter, measure, and say how to go on
-(`make quickstart`).
-"""
+"""Fetch a real target, fine-tune its drafter, measure the modes, and print what to run next: `make quickstart`."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ from drafters.base.errors import UserError, run_command
 from infer.console import Parser, interruptible, loading
 
 DESCRIPTION = """\
-Fetch a small real model, fine-tune its drafter for a few minutes, measure ar, sd and ssd side by side, and show an answer.
-A second run uses the drafter that the first one trained. To be started at the project's root."""
+Fetch a small real model, fine-tune its drafter for a few minutes, measure ar, sd and ssd side by side, and show an
+answer. A second run uses the drafter that the first one trained. To be started at the project's root."""
 EXAMPLES = "  make quickstart\n  .venv/bin/python -m infer.quickstart --minutes 10"
 TARGET = "builtin:smollm2-135m"
 SHIPPED = "drafters/pretrained/smollm2-135m-eagle3"

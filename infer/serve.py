@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server: `python -m infer.serve --recipe R [--host H] [--port P]`."""
+"""Serve over HTTP with OpenAI's API: `python -m infer.serve --recipe R [--host H] [--port P]`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infer.recipe import load_engine_settings
 from infer.server.http import listen, run_server, url_of
 
 DESCRIPTION = """\
-Serve a language model over HTTP, in the shapes of OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models,
+Serve a language model over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models,
 with streaming, and /health. Ctrl-C stops the server."""
 EXAMPLES = """\
   python -m infer.serve --recipe recipes/smollm2-135m/serve.yaml --port 8000
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     listener = listen(options.host, options.port)
     from infer.launch import launch
     from infer.server.app import create_app
-    from infer.server.driver import EngineThread
+    from infer.server.engine_thread import EngineThread
 
     thread = EngineThread(lambda: launch(settings, Mode(options.mode)))
     try:

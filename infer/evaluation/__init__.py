@@ -1,1 +1,1 @@
-"""From the records of a measurement to figures."""
+"""Measuring: runs, figures, retention, results.json, table and plots."""

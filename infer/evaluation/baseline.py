@@ -1,6 +1,4 @@
-"""transformers' own `generate` on the same weights, behind the engine's interface: what `infer.evaluate --baseline`
-compares with.
-"""
+"""`transformers`' own `generate` on the same weights, with the engine's interface, for `infer.evaluate --baseline`."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from infer.engine.request import Request, RequestOutput, SamplingParams
 
 
 class _FirstToken:
-    """A streamer that notes when the first new token came: what is before it is prefill."""
+    """A streamer that takes the time of the first new token, where prefill ends."""
 
     def __init__(self) -> None:
         self.calls, self.at = 0, 0.0
@@ -33,9 +31,7 @@ class _FirstToken:
 
 
 class TransformersEngine:
-    """One request at a time, whole in one `step`, with the model as transformers loads it: unfused, unpacked, its own
-    cache.
-    """
+    """Answers one whole request in each `step`, with the model and the cache as transformers makes them."""
 
     draft_failures = 0
 

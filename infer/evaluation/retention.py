@@ -1,9 +1,8 @@
-"""Retention, replayed offline: what cached speculations keep of a fresh draft's tokens, over the hit rounds of a run
-(ssd.md, section 7).
+"""Retention: tokens per round of served speculations over those of fresh drafts (infer/README.md, section 3).
 
-At the context of each hit the same drafter drafts K tokens from true features, and both drafts meet the same tokens:
-those that the answer went on with. Greedy answers only: there the target's choice at a context does not depend on what
-was drafted.
+Replayed offline. At the context of each hit round the same drafter drafts K tokens from true target features, and both
+drafts are compared with the tokens that the answer went on with. Only for greedy answers: there the target's choice at
+a context does not depend on what was drafted.
 """
 
 from __future__ import annotations
@@ -27,30 +26,26 @@ from infer.engine.request import Request, Source
 AT_ONCE = 8  # answers drafted for side by side
 
 
-class Context(NamedTuple):
-    """A hit round: how many tokens were committed before it, and how many of the served ones were accepted."""
+class HitRound(NamedTuple):
+    """The number of tokens committed before a hit round, and how many of the served ones it accepted."""
 
     committed: int
     accepted: int
 
 
-def hit_contexts(answer: Request, lookahead: int) -> list[Context]:
-    """The hit rounds of an answer with K tokens and a bonus token left, so that its end cut neither what was served
-    nor a fresh draft.
-    """
+def hit_rounds(answer: Request, lookahead: int) -> list[HitRound]:
+    """The hit rounds of an answer, without those so near its end that K tokens and a bonus token do not fit."""
     committed, contexts = len(answer.prompt_ids) + 1, []
     for record in answer.rounds:
         if record.source is Source.HIT and committed + lookahead < len(answer.tokens):
-            contexts.append(Context(committed, record.accepted))
+            contexts.append(HitRound(committed, record.accepted))
         committed += record.emitted
     return contexts
 
 
 @torch.inference_mode()
 def paired_tokens(answers: Sequence[Request], settings: EngineSettings, target: Target) -> Iterator[PairedTokens]:
-    """Of each answer in turn, the tokens accepted in its hit rounds, and those of fresh drafts of the same length at
-    the same contexts.
-    """
+    """Of each answer in turn, the accepted tokens of its hit rounds: of the served and of fresh speculations."""
     assert settings.drafter is not None and all(answer.params.sampling.greedy for answer in answers), (
         "greedy answers of a speculating mode"
     )
@@ -66,7 +61,7 @@ def _paired(
     answers: Sequence[Request], worker: DraftWorker, loaded: LoadedDrafter, target: Target
 ) -> list[PairedTokens]:
     K = worker.plan.lookahead
-    contexts = [hit_contexts(answer, K) for answer in answers]
+    contexts = [hit_rounds(answer, K) for answer in answers]
     features = [
         _features(answer, loaded, target) if found else None for answer, found in zip(answers, contexts, strict=True)
     ]
@@ -106,6 +101,6 @@ def _request(answer: Request, worker: DraftWorker) -> DraftRequest:
 
 
 def _leading(drafted: Sequence[int], written: Sequence[int]) -> int:
-    """How many drafted tokens are those that were written, up to the first that is not."""
+    """How many drafted tokens equal the written ones, up to the first that differs."""
     right = [a == b for a, b in zip(drafted, written, strict=False)]
     return right.index(False) if False in right else len(right)

@@ -1,1 +1,1 @@
-"""The HTTP face of serving, in OpenAI's shapes."""
+"""The HTTP server with OpenAI's API."""

@@ -15,11 +15,11 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from data.chat.render import RenderError, render_prompt
 from drafters.base.errors import UserError
 from infer.engine.request import SamplingParams
-from infer.server.answers import deltas, events, new_reply, whole_answer
-from infer.server.driver import Ask, EngineGone, EngineThread
+from infer.server.engine_thread import EngineGone, EngineThread, NewRequest
 from infer.server.errors import ApiError, handle_errors
 from infer.server.logprobs import chat_logprobs, completion_logprobs
 from infer.server.protocol import Body, ChatBody, CompletionBody, grammar_of, parse_body
+from infer.server.responses import deltas, events, new_response, whole_answer
 from infer.text.detokenize import AnswerText
 
 if TYPE_CHECKING:
@@ -76,12 +76,12 @@ def create_app(thread: EngineThread, engine: Engine, model_name: str) -> FastAPI
         is_chat = isinstance(body, ChatBody)
         _check_model(body.model or model_name, model_name)
         request_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        asks: list[Ask] = []
+        asks: list[NewRequest] = []
         try:
             for prompt_ids in prompts:
                 room = _room(prompt_ids, engine, "messages" if is_chat else "prompt")
                 for params in _sampling(body, min(max_tokens or room, room)).choices(body.n or 1):
-                    asks.append(Ask(f"{request_id}-{len(asks)}", prompt_ids, params))
+                    asks.append(NewRequest(f"{request_id}-{len(asks)}", prompt_ids, params))
             stream = await thread.submit(asks)
         except UserError as error:
             raise ApiError(400, str(error)) from error
@@ -94,7 +94,7 @@ def create_app(thread: EngineThread, engine: Engine, model_name: str) -> FastAPI
             if body.wanted_logprobs is None
             else partial(chat_logprobs if is_chat else completion_logprobs, tokenizer)
         )
-        reply = new_reply(request_id, model_name, is_chat, sum(map(len, prompts)), len(asks), logprobs)
+        reply = new_response(request_id, model_name, is_chat, sum(map(len, prompts)), len(asks), logprobs)
         if body.stream:
             return StreamingResponse(
                 events(reply, pieces, body.include_usage), media_type="text/event-stream", headers=STREAM_HEADERS
@@ -106,7 +106,7 @@ def create_app(thread: EngineThread, engine: Engine, model_name: str) -> FastAPI
 
 
 async def _unless_disconnected(request: Request, answer: asyncio.Future[dict[str, Any]]) -> dict[str, Any] | None:
-    """The answer; where the client hangs up before, its reading is cancelled, and so is the request in the engine."""
+    """The answer; where the client hangs up before, it is cancelled, and with it the request in the engine."""
     hung_up = asyncio.ensure_future(_disconnection(request))
     try:
         await asyncio.wait({answer, hung_up}, return_when=asyncio.FIRST_COMPLETED)
@@ -141,7 +141,7 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]], engine: Engi
 
 
 def _room(prompt_ids: Sequence[int], engine: Engine, field: str) -> int:
-    """Tokens that an answer may have. Raises `ApiError` for an empty prompt and for one that leaves no room."""
+    """RoundTokens that an answer may have. Raises `ApiError` for an empty prompt and for one that leaves no room."""
     if not prompt_ids:
         raise ApiError(400, f"{field} is empty: give at least one token of text", field, "invalid_value")
     settings = engine.settings

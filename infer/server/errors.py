@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Error bodies in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ApiError(Exception):
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Give every error of `app` OpenAI's shape."""
+    """Return every error of `app` in OpenAI's format."""
 
     @app.exception_handler(ApiError)
     async def on_api_error(_: Request, error: ApiError) -> JSONResponse:

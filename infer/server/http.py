@@ -1,4 +1,4 @@
-"""Sockets, signals and uvicorn. Torch-free, so that a port in use is known before anything is loaded."""
+"""Listening socket, signals and uvicorn. Torch-free, so that a port in use is reported before anything is loaded."""
 
 from __future__ import annotations
 

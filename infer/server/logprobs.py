@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes."""
+"""Log-probabilities in OpenAI's two formats, of chats and of completions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI API: what is understood, what is refused, and what may be left out."""
+"""Request bodies of OpenAI's API: supported fields with their ranges, refused fields, and fields without effect."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "pr
 
 
 class Body(BaseModel):
-    """What both endpoints understand. Temperature is 1 unless given, as in OpenAI's API.
+    """The fields of both endpoints. Temperature is 1 unless given, as in OpenAI's API.
 
     Extensions, named as vLLM names them: top_k (0 and -1 are none), min_p, repetition_penalty, stop_token_ids,
     ignore_eos, and structured_outputs or its older form guided_json (a schema), guided_regex, guided_choice (strings),
@@ -233,7 +233,7 @@ def parse_body(kind: type[B], content: bytes) -> B:
 
 
 def refuse_unsupported(fields: dict[str, Any]) -> None:
-    """Raise `ApiError` for a field that asks for what this server cannot do; silence would be a wrong answer."""
+    """Raise `ApiError` for a field that asks for what this server cannot do: it must not be ignored silently."""
     for name, neutral in UNSUPPORTED.items():
         value = fields.get(name)
         if value is not None and not any(

@@ -27,7 +27,7 @@ from infer.config import EngineSettings, Mode
 from infer.engine.request import SamplingParams
 from infer.launch import launch
 from infer.server.app import create_app
-from infer.server.driver import EngineThread
+from infer.server.engine_thread import EngineThread
 from infer.server.http import listen, make_server, url_of
 from infer.text.detokenize import decode
 from tests.cpu.infer.recipe import target_of, write_recipe

@@ -14,7 +14,7 @@ from infer.config import EngineSettings, Mode
 from infer.draft.plan import DraftPlan
 from infer.engine.request import Request, RoundRecord, SamplingParams, Source
 from infer.evaluation.results import retention_record
-from infer.evaluation.retention import hit_contexts, paired_tokens
+from infer.evaluation.retention import hit_rounds, paired_tokens
 from tests.replayed import plan_of, serving_of
 from tests.trained import random_prompts, run
 from train.validation.replay import replay
@@ -64,6 +64,6 @@ def test_rounds_that_the_end_cuts_are_left_out() -> None:
         record(Source.HIT, 1),
     ]
     # committed before each round: 3, 7, 9, 10, 13
-    assert hit_contexts(answer, 3) == [(7, 1), (10, 2)]  # 10 + 3 + 1 tokens are there
-    assert hit_contexts(answer, 4) == [(7, 1)]
+    assert hit_rounds(answer, 3) == [(7, 1), (10, 2)]  # 10 + 3 + 1 tokens are there
+    assert hit_rounds(answer, 4) == [(7, 1)]
     assert retention_record([PairedTokens(0, 0, 0)]) is None

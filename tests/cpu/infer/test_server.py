@@ -30,7 +30,7 @@ from infer.engine.engine import Engine
 from infer.engine.request import SamplingParams
 from infer.launch import launch
 from infer.server.app import create_app
-from infer.server.driver import EngineThread
+from infer.server.engine_thread import EngineThread
 from infer.server.errors import ApiError
 from infer.server.http import listen, make_server, url_of
 from infer.server.protocol import ChatBody, CompletionBody, parse_body
@@ -545,7 +545,8 @@ def test_a_port_in_use_is_one_line_and_nothing_is_loaded(recipe: Path, capsys: p
         port = taken.getsockname()[1]
         assert run_command(serve.main, ["--recipe", str(recipe), "--port", str(port)]) == 2
     assert capsys.readouterr().err == (
-        f"error: cannot listen on 127.0.0.1:{port}: Address already in use; give a free port with --port, or another --host\n"
+        f"error: cannot listen on 127.0.0.1:{port}: Address already in use; give a free port with --port, "
+        "or another --host\n"
     )
 
 

@@ -19,7 +19,7 @@ from infer.engine.request import SamplingParams
 from infer.generate import complete
 from infer.launch import launch
 from infer.server.app import create_app
-from infer.server.driver import EngineThread
+from infer.server.engine_thread import EngineThread
 from tests.chat_templates import QWEN3
 from tests.cpu.infer.recipe import target_of, write_recipe
 

@@ -1,7 +1,7 @@
-"""From a token stream to the text that is shown, and to OpenAI's response objects and stream chunks.
+"""OpenAI's response objects and stream chunks, made from a stream of tokens.
 
-A response has one or more choices: answers to the same prompt, and to several prompts. They come in any order and end
-one by one.
+A response has one or more choices: answers to the same prompt, and to several prompts. They are interleaved in any
+order and end one by one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
-from infer.server.driver import EngineGone, EngineThread, TokenStream
+from infer.server.engine_thread import EngineGone, EngineThread, TokenStream
 from infer.server.errors import ApiError
 from infer.server.logprobs import PlacedToken
 from infer.text.detokenize import AnswerText
@@ -20,11 +20,11 @@ from infer.text.detokenize import AnswerText
 LogprobsObject = Callable[[Sequence[PlacedToken]], dict[str, Any]]
 
 
-class Delta(NamedTuple):
-    """A piece of one answer. `new_tokens` counts the answer's tokens up to here, the one that ended it included.
+class TextDelta(NamedTuple):
+    """New text of one choice. `new_tokens` counts the answer's tokens so far, the one that ended it included.
 
-    `tokens` are those that came since the piece before, where log-probabilities were asked for: all tokens that are
-    counted have their entry, those whose text a stop string cut off too.
+    `tokens` are those since the delta before, with log-probabilities where they were asked for. Every counted token
+    has its entry, also those whose text a stop string cut off.
     """
 
     choice: int
@@ -34,8 +34,8 @@ class Delta(NamedTuple):
     tokens: tuple[PlacedToken, ...] = ()
 
 
-class Reply(NamedTuple):
-    """What all objects of one response share. `logprobs` makes the object of some tokens; None where nobody asked."""
+class ResponseHead(NamedTuple):
+    """The fields shared by all objects of a response. `logprobs` makes the object of some tokens, where asked for."""
 
     id: str
     model: str
@@ -46,22 +46,22 @@ class Reply(NamedTuple):
     logprobs: LogprobsObject | None
 
 
-def new_reply(
+def new_response(
     request_id: str,
     model: str,
     is_chat: bool,
     prompt_tokens: int,
     choices: int = 1,
     logprobs: LogprobsObject | None = None,
-) -> Reply:
-    """A reply that starts now."""
-    return Reply(request_id, model, int(time.time()), is_chat, prompt_tokens, choices, logprobs)
+) -> ResponseHead:
+    """The head of a response that is created now."""
+    return ResponseHead(request_id, model, int(time.time()), is_chat, prompt_tokens, choices, logprobs)
 
 
 async def deltas(
     engine: EngineThread, stream: TokenStream, answers: Sequence[AnswerText]
-) -> AsyncGenerator[Delta, None]:
-    """The answers piece by piece. Whoever stops reading, a client that hangs up included, cancels the requests."""
+) -> AsyncGenerator[TextDelta, None]:
+    """The answers as text deltas. Requests are cancelled when the reader stops, also when a client hangs up."""
     pending: list[list[PlacedToken]] = [[] for _ in answers]
     try:
         async with aclosing(stream.read()) as rounds:
@@ -74,7 +74,7 @@ async def deltas(
                 if reason is not None:
                     text += answer.finish()
                 if text or reason is not None:
-                    yield Delta(choice, text, answer.num_tokens, reason and str(reason), tuple(pending[choice]))
+                    yield TextDelta(choice, text, answer.num_tokens, reason and str(reason), tuple(pending[choice]))
                     pending[choice] = []
     except EngineGone as error:
         raise ApiError(503, f"{error}; the answer is incomplete") from error
@@ -82,9 +82,9 @@ async def deltas(
         engine.cancel(stream)
 
 
-async def whole_answer(reply: Reply, pieces: AsyncGenerator[Delta, None]) -> dict[str, Any]:
+async def whole_answer(reply: ResponseHead, pieces: AsyncGenerator[TextDelta, None]) -> dict[str, Any]:
     """The response object of a request that does not stream."""
-    found: list[list[Delta]] = [[] for _ in range(reply.choices)]
+    found: list[list[TextDelta]] = [[] for _ in range(reply.choices)]
     async for piece in pieces:
         found[piece.choice].append(piece)
     choices = [_choice(reply, own) for own in found]
@@ -92,7 +92,9 @@ async def whole_answer(reply: Reply, pieces: AsyncGenerator[Delta, None]) -> dic
     return {**_head(reply, kind), "choices": choices, "usage": _usage(reply, [own[-1].new_tokens for own in found])}
 
 
-async def events(reply: Reply, pieces: AsyncGenerator[Delta, None], include_usage: bool) -> AsyncGenerator[str, None]:
+async def events(
+    reply: ResponseHead, pieces: AsyncGenerator[TextDelta, None], include_usage: bool
+) -> AsyncGenerator[str, None]:
     """Server-sent events of a request that streams, `[DONE]` at the end; an error in between is an event too."""
     head = _head(reply, "chat.completion.chunk" if reply.is_chat else "text_completion")
     usage = {"usage": None} if include_usage else {}
@@ -129,18 +131,18 @@ async def events(reply: Reply, pieces: AsyncGenerator[Delta, None], include_usag
     yield "data: [DONE]\n\n"
 
 
-def _choice(reply: Reply, pieces: Sequence[Delta]) -> dict[str, Any]:
+def _choice(reply: ResponseHead, pieces: Sequence[TextDelta]) -> dict[str, Any]:
     text = "".join(piece.text for piece in pieces)
     content = {"message": {"role": "assistant", "content": text, "refusal": None}} if reply.is_chat else {"text": text}
     logprobs = reply.logprobs([token for piece in pieces for token in piece.tokens]) if reply.logprobs else None
     return {"index": pieces[0].choice, **content, "logprobs": logprobs, "finish_reason": pieces[-1].finish_reason}
 
 
-def _head(reply: Reply, kind: str) -> dict[str, Any]:
+def _head(reply: ResponseHead, kind: str) -> dict[str, Any]:
     return {"id": reply.id, "object": kind, "created": reply.created, "model": reply.model}
 
 
-def _usage(reply: Reply, new_tokens: Sequence[int]) -> dict[str, int]:
+def _usage(reply: ResponseHead, new_tokens: Sequence[int]) -> dict[str, int]:
     """Every prompt counts once, every answer."""
     new = sum(new_tokens)
     return {"prompt_tokens": reply.prompt_tokens, "completion_tokens": new, "total_tokens": reply.prompt_tokens + new}

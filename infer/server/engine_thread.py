@@ -1,6 +1,4 @@
-"""The engine's own thread. Handlers of the event loop talk to it through an inbox, and it answers through their
-queues.
-"""
+"""The thread that owns the engine. HTTP handlers put commands into its inbox; it puts tokens into their queues."""
 
 from __future__ import annotations
 
@@ -22,23 +20,23 @@ if TYPE_CHECKING:
     from infer.kernels.sampling.logprobs import TokenLogprob
 
 log = logging.getLogger(__name__)
-REST = 1.0  # seconds between two looks of an idle engine at its draft process
+REST = 1.0  # seconds between the checks that an idle engine makes of its draft process
 
 
 class EngineGone(Exception):
     """The engine has ended, by a failure or because the server stops."""
 
 
-class Ask(NamedTuple):
-    """A request as the engine takes it."""
+class NewRequest(NamedTuple):
+    """The arguments of `Engine.submit`."""
 
     request_id: str
     prompt_ids: Sequence[int]
     params: SamplingParams
 
 
-class Tokens(NamedTuple):
-    """What a round gave one of a stream's requests, `choice` of them; log-probabilities where they were asked for."""
+class RoundTokens(NamedTuple):
+    """The tokens that one round committed for request number `choice` of a stream, and their log-probabilities."""
 
     choice: int
     token_ids: tuple[int, ...]
@@ -52,10 +50,10 @@ class TokenStream:
 
     request_ids: tuple[str, ...]
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    items: asyncio.Queue[Tokens | Exception] = field(default_factory=asyncio.Queue)
+    items: asyncio.Queue[RoundTokens | Exception] = field(default_factory=asyncio.Queue)
     accepted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
-    def put(self, item: Tokens | Exception) -> None:
+    def put(self, item: RoundTokens | Exception) -> None:
         """From the engine's thread."""
         self._call(self.items.put_nowait, item)
 
@@ -64,7 +62,7 @@ class TokenStream:
         self._call(self._resolve, None)
 
     def refuse(self, error: Exception) -> None:
-        """From the engine's thread: the requests are not queued, or nothing more will come."""
+        """From the engine's thread: the requests are not queued, or the engine has ended."""
         self._call(self._resolve, error)
         self.put(error)
 
@@ -80,9 +78,9 @@ class TokenStream:
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(function, argument)
 
-    async def read(self) -> AsyncGenerator[Tokens, None]:
-        """Tokens round by round, the last ones of each request with a finish reason. Raises `EngineGone` where the
-        engine ends before.
+    async def read(self) -> AsyncGenerator[RoundTokens, None]:
+        """RoundTokens round by round, the last ones of each request with a finish reason. Raises `EngineGone` where
+        the engine ends before.
         """
         running = len(self.request_ids)
         while running:
@@ -95,7 +93,7 @@ class TokenStream:
 
 @dataclass
 class Listener:
-    """Who gets the tokens of one request, and how many went there already."""
+    """The stream that gets the tokens of one request, and how many it got so far."""
 
     stream: TokenStream
     choice: int
@@ -106,13 +104,11 @@ class Listener:
         start = self.delivered
         self.delivered += len(output.new_token_ids)
         logprobs = tuple(output.request.logprobs[start : self.delivered])
-        self.stream.put(Tokens(self.choice, output.new_token_ids, output.finish_reason, logprobs))
+        self.stream.put(RoundTokens(self.choice, output.new_token_ids, output.finish_reason, logprobs))
 
 
 class EngineThread:
-    """Owns an engine: launches it, steps it while there is work, closes it. Every call of the engine is made in its
-    thread.
-    """
+    """Launches an engine, steps it while it has work, and closes it. Only this thread calls the engine."""
 
     def __init__(self, launch: Callable[[], Engine]) -> None:
         self._launch = launch
@@ -124,7 +120,9 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> Engine:
-        """Launch the engine; returns it, to read its settings and target only. Raises what the launch raised."""
+        """Launch the engine and return it; callers may only read its settings and target. Raises what the launch
+        raised.
+        """
         self._thread.start()
         return self._ready.result()
 
@@ -133,7 +131,7 @@ class EngineThread:
         """Whether requests are served."""
         return self._open and self._thread.is_alive()
 
-    async def submit(self, asks: Sequence[Ask]) -> TokenStream:
+    async def submit(self, asks: Sequence[NewRequest]) -> TokenStream:
         """Queue requests, all or none. Raises `UserError` where the engine refuses one, `EngineGone` where there is no
         engine.
         """
@@ -168,7 +166,7 @@ class EngineThread:
         return stream
 
     def cancel(self, stream: TokenStream) -> None:
-        """End requests that nobody reads any more; those that have ended are ignored."""
+        """End requests whose stream is no longer read; finished ones are ignored."""
         for request_id in stream.request_ids:
             if self._forget(request_id):
                 self._inbox.put(lambda engine, request_id=request_id: engine.cancel(request_id))
@@ -190,7 +188,7 @@ class EngineThread:
         try:
             with engine:
                 self._serve(engine)
-        except Exception:  # the end of this thread: those who wait have to be told, whatever it was
+        except Exception:  # the thread ends here: waiting handlers have to be told, whatever the error was
             log.exception("the engine failed; the server answers 503 from now on")
         finally:
             with self._lock:
