@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
+from train.objective.losses import Figures, acceptance, bonus_greedy, kl, teacher_probabilities
 
+from drafters.eagle3_ssd.serving import ServingSettings
 from tests.cpu.train import small
 from tests.cpu.train.small import DRAFT_VOCAB, HIDDEN, TWO_ROWS, VOCAB, small_drafter
 from train.config import LossSettings, Stage
-from train.objective.losses import Figures, acceptance, bonus_greedy, kl, teacher_probabilities
 from train.objective.objective import Anchors, Counts, Objective, Rounds, Scales, choose_anchors, count, step_values
 from train.objective.supervision import loss_scales, supervised
 from train.objective.unroll import Rows, first_step, glue_replay, stale_features, unroll
@@ -47,7 +48,7 @@ def gradient(model: Objective, batches: list[tuple[Features, Anchors]], depth: i
     counts = [count(features, anchors, depth) for features, anchors in batches]
     total = Counts(*(torch.stack(numbers).sum(0) for numbers in zip(*counts, strict=True)))
     stage = Stage(steps=1, depth=depth, replay=batches[0][1].rounds is not None)
-    scales = scales_of(SETTINGS, stage, depth_weights(SETTINGS, depth, ()), total)
+    scales = scales_of(SETTINGS, stage, depth_weights(SETTINGS, ServingSettings(), depth, ()), total)
     model.zero_grad()
     for features, anchors in batches:
         model(features, anchors, depth, scales)[0].backward()
