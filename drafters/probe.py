@@ -25,7 +25,8 @@ from drafters.eagle3_ssd.align import EMBED_AHEAD, PREDICT_AHEAD
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.eagle3_ssd.vocab import VocabMap
 from drafters.targets.target import Target, tap_features
-from infer.kernels.attention.paged import KvPool, PagedContext, PagedRequest
+from infer.kernels.attention.kv_pool import KvPool
+from infer.kernels.attention.paged import PagedContext, PagedRequest
 from infer.kernels.sampling.sample import greedy_ids
 
 DEPTHS = 2  # depth 0 and depth 1

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from drafters.targets.target import Target
-from infer.kernels.attention.paged import KvPool, PagedContext, PagedRequest
+from infer.kernels.attention.kv_pool import KvPool
+from infer.kernels.attention.paged import PagedContext, PagedRequest
 
 PREFILL_TOKENS = 2048  # prompts are taken in together up to this many tokens
 

@@ -1,5 +1,8 @@
-"""The EAGLE-3 drafter, single-device and mode-free: attention is passed in, and nothing here asks whether it is
-training.
+"""The EAGLE-3 drafter in plain torch, single-device and mode-free: attention is passed in, and nothing here asks
+whether it is training.
+
+Training replaces norms, gated activations and rotations by compiled twins (`train.objective.accelerate`); serving
+packs the weights into layers of its own (`infer.draft.model`).
 
 Shapes: B batch, S slots, H drafter hidden size, N query heads, M key-value heads, D head dimension, Vd draft
 vocabulary, Ht target's hidden size.
@@ -17,7 +20,7 @@ from torch.nn import functional as F
 
 from drafters.eagle3_ssd.config import DrafterConfig
 from drafters.eagle3_ssd.rope import Rope, RopeScaling
-from train.ops import cpu_train
+from infer.kernels.decoder_layer.reference import rms_norm, rotate
 
 NUM_TAPS = 3
 
@@ -31,7 +34,7 @@ class Attend(Protocol):
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines, fp32 [B, S, 1, D], first half of D equal to the second."""
+    """Cosines and sines of the slots' positions, fp32 [B, S, D] each, first half of D equal to the second."""
 
     cos: Tensor
     sin: Tensor
@@ -91,18 +94,9 @@ SCALINGS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 def rotary(positions_BS: Tensor, rope: Rope) -> Rotary:
     """Rotary tables at the given positions, in fp32 whatever the model's dtype."""
     angles = positions_BS[..., None].float() * inverse_frequencies(rope, positions_BS.device)
-    both_halves = torch.cat((angles, angles), dim=-1)[:, :, None, :]
+    both_halves = torch.cat((angles, angles), dim=-1)
     factor = rope.attention_factor
     return Rotary(both_halves.cos() * factor, both_halves.sin() * factor)
-
-
-def rotate(x_BSXD: Tensor, table: Rotary) -> Tensor:
-    """Rotate queries or keys by their positions: half-rotation, the convention of transformers' Llama."""
-    if cpu_train.available(x_BSXD) and x_BSXD.shape[:2] == table.cos.shape[:2]:
-        return cpu_train.rotate(x_BSXD, table.cos, table.sin)
-    first, second = x_BSXD.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x_BSXD * table.cos + turned * table.sin).to(x_BSXD.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -114,12 +108,13 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if cpu_train.available(x) and self.weight.dtype == torch.float32:
-            return cpu_train.rms_norm(x, self.weight, self.eps)
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        """[..., size] -> [..., size]."""
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
+    """Projections and rotation; what a query sees is up to `attend`."""
+
     def __init__(self, config: DrafterConfig, layer_index: int, input_size: int) -> None:
         super().__init__()
         self.layer_index, self.head_dim = layer_index, config.head_dim
@@ -129,15 +124,22 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(input_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, table: Rotary, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: Rotary, attend: Attend) -> Tensor:
+        """[B, S, input size] -> [B, S, H]."""
         query, key, value = (
             proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        mixed_BSND = attend(self.layer_index, rotate(query, table), rotate(key, table), value)
+        mixed_BSND = attend(self.layer_index, self.rotate(query, cos_sin), self.rotate(key, cos_sin), value)
         return self.o_proj(mixed_BSND.flatten(-2))
+
+    def rotate(self, x_BSXD: Tensor, cos_sin: Rotary) -> Tensor:
+        """Queries or keys rotated by their positions; a method of its own, so that training can replace it."""
+        return rotate(x_BSXD, *cos_sin)
 
 
 class MLP(nn.Module):
+    """Gated MLP of a Llama layer (SwiGLU)."""
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -145,8 +147,12 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(cpu_train.silu_mul(gate, up) if cpu_train.available(gate) else F.silu(gate) * up)
+        """[..., H] -> [..., H]."""
+        return self.down_proj(self.activate(self.gate_proj(x), self.up_proj(x)))
+
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up; a method of its own, so that training can replace it."""
+        return F.silu(gate) * up
 
 
 class DecoderLayer(nn.Module):
@@ -159,8 +165,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, hidden: Tensor, table: Rotary, attend: Attend) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), table, attend)
+    def forward(self, hidden: Tensor, cos_sin: Rotary, attend: Attend) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos_sin, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -175,9 +181,9 @@ class MidLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, embeds: Tensor, features: Tensor, table: Rotary, attend: Attend) -> Tensor:
+    def forward(self, embeds: Tensor, features: Tensor, cos_sin: Rotary, attend: Attend) -> Tensor:
         both = torch.cat((self.input_layernorm(embeds).to(features.dtype), self.hidden_norm(features)), dim=-1)
-        hidden = features + self.self_attn(both, table, attend)
+        hidden = features + self.self_attn(both, cos_sin, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -230,15 +236,15 @@ class Eagle3Drafter(nn.Module):
         The first layer adds to the feature, so without `feature_norm` the scale of what is fed back drifts with every
         step.
         """
-        table = rotary(positions_BS, self.config.rope)
+        cos_sin = rotary(positions_BS, self.config.rope)
         features_BSH = features_BSH if self.feature_norm is None else self.feature_norm(features_BSH)
-        hidden = self.midlayer(embeds_BSH, features_BSH, table, attend)
+        hidden = self.midlayer(embeds_BSH, features_BSH, cos_sin, attend)
         for layer in self.layers.values():
-            hidden = layer(hidden, table, attend)
+            hidden = layer(hidden, cos_sin, attend)
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def head_input(self, hidden: Tensor) -> Tensor:
-        """What `lm_head` reads, [..., H], of an output of `forward`: its norm, unless that has been applied already."""
+        """What `lm_head` reads of an output of `forward`, [..., H]: its norm, unless that has been applied already."""
         return hidden if self.config.norm_output else self.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:

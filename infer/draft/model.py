@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from drafters.eagle3_ssd.checkpoint import LoadedDrafter
 from drafters.eagle3_ssd.model import Eagle3Drafter, rotary
 from infer.kernels.attention.block_pool import BlockPool
-from infer.kernels.attention.paged import KvPool, PagedContext, PagedRequest
-from infer.kernels.decoder_layer import cpu as cpu_rows
-from infer.kernels.decoder_layer.fused import FusedDecoderLayer, RmsNorm
+from infer.kernels.attention.kv_pool import KvPool
+from infer.kernels.attention.paged import PagedContext, PagedRequest
+from infer.kernels.decoder_layer.fused_layer import FusedDecoderLayer, Norm
+from infer.kernels.decoder_layer.op import pair_norm
 from infer.kernels.linear.packed import PackedLinear
+from infer.kernels.warm_up import compile_now
 
 BLOCK = 16
 
@@ -31,7 +33,7 @@ class DraftModel:
         self.vocab, self.config, self.card = loaded.vocab, loaded.config, loaded.card
         model = loaded.model.requires_grad_(False).eval()
         self.embeddings = model.embed_tokens.weight
-        cpu_rows.compile_now(self.embeddings)
+        compile_now(self.embeddings)
         self.blocks = BlockPool(-(-pool_tokens // BLOCK), BLOCK)
         heads_MD = (self.config.num_key_value_heads, self.config.head_dim)
         self.pool = KvPool.allocate(
@@ -55,15 +57,14 @@ class DraftModel:
         """
         device = self.embeddings.device
         context = PagedContext.build(self.pool, requests, device)
-        table = rotary(torch.tensor([positions], device=device), self.config.rope)
-        turn = (table.cos[:, :, 0], table.sin[:, :, 0])
+        cos_sin = rotary(torch.tensor([positions], device=device), self.config.rope)
         embeds = self.embeddings[torch.tensor(tokens, device=device)][None]
         hidden = features_RH[None].to(embeds.dtype)
         hidden = hidden if self.feature_norm is None else self.feature_norm(hidden)
-        both = cpu_rows.pair_norm(embeds, self.token_weight_H, hidden, self.feature_weight_H, self.config.rms_norm_eps)
-        hidden = self.layers[0].forward_normed(hidden, both, turn, context)
+        both = pair_norm(embeds, self.token_weight_H, hidden, self.feature_weight_H, self.config.rms_norm_eps)
+        hidden = self.layers[0].forward_normed(hidden, both, cos_sin, context)
         for layer in self.layers[1:]:
-            hidden = layer(hidden, turn, context)
+            hidden = layer(hidden, cos_sin, context)
         return (self.norm(hidden) if self.config.norm_output else hidden)[0]
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
@@ -85,8 +86,8 @@ class TapFusion(nn.Module):
         return self.fc(torch.cat(tuple(normed), dim=-1))
 
 
-def _norm(norm: Any) -> RmsNorm:
-    return RmsNorm(norm.weight, norm.eps)
+def _norm(norm: Any) -> Norm:
+    return Norm.of(norm.weight, norm.eps)
 
 
 def _fused(layer: Any) -> FusedDecoderLayer:

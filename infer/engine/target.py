@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from drafters.targets.target import Target, taps_of
 from infer.kernels.attention.block_pool import BlockPool
-from infer.kernels.attention.paged import KvPool, PagedContext, PagedRequest, zeros_on_demand
-from infer.kernels.decoder_layer import cpu as cpu_rows
+from infer.kernels.attention.kv_pool import KvPool, zeros_on_demand
+from infer.kernels.attention.paged import PagedContext, PagedRequest
+from infer.kernels.warm_up import compile_now
 
 BLOCK = 16
 
@@ -49,7 +50,7 @@ class TargetRunner:
         self, target: Target, pool_tokens: int, tap_ids: Sequence[int] = (), fuse_taps: nn.Module | None = None
     ) -> None:
         self.target, self.tap_ids, self.fuse_taps = target, tuple(tap_ids), fuse_taps
-        cpu_rows.compile_now(target.embed_weight)
+        compile_now(target.embed_weight)
         facts = target.facts
         self.blocks = BlockPool(-(-pool_tokens // BLOCK), BLOCK)
         heads_MD = (facts.num_key_value_heads, facts.head_dim)

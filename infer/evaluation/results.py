@@ -16,7 +16,8 @@ import torch
 from drafters.eagle3_ssd.card import read_card
 from drafters.eagle3_ssd.speed import PairedTokens, retention
 from infer.config import BASELINE, EngineSettings, Mode
-from infer.engine.request import Request, RoundRecord, Source
+from infer.engine.request import Request, RoundRecord
+from infer.ipc.messages import Source
 from infer.evaluation.figures import (
     LOOKED_UP,
     MISSES,

@@ -121,7 +121,7 @@ def upward_imports(source: str, module: str, is_package: bool = False) -> list[s
         ("drafters.targets.target", "def f():\n    import data.chat.render", ["data.chat.render"]),
         ("drafters.targets.target", "from infer import kernels\nfrom infer.kernels.sampling.sample import draw", []),
         ("data.chat.render", "from drafters.targets.target import load_target", []),
-        ("data.chat.render", "from train.objective.losses import kl", ["train.objective.losses.kl"]),
+        ("data.chat.render", "from train.objective.unroll import unroll", ["train.objective.unroll.unroll"]),
         ("train.objective.unroll", "from infer.engine.engine import Engine", ["infer.engine.engine.Engine"]),
         ("infer.engine.engine", "import train.objective.unroll as u", ["train.objective.unroll"]),
         ("infer.engine.engine", "from tests.tiny import tiny_model", ["tests.tiny.tiny_model"]),

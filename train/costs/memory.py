@@ -15,8 +15,8 @@ from drafters.base.settings import read_yaml
 from drafters.eagle3_ssd.config import DrafterConfig
 from train.costs.plan import Forward, parameters
 
-LOGITS = 256e6  # of the head's losses at a time, at most, on a GPU (`train.ops.fused_loss`)
-LOSS_ROWS = 1024  # on a CPU (`train.objective.losses`)
+LOGITS = 256e6  # of the head's losses at a time, at most, on a GPU (`train.ops.head_loss.triton`)
+LOSS_ROWS = 1024  # on a CPU (`train.ops.head_loss.cpu`)
 HOST = 700e6  # Python, torch, transformers, numba and what it compiled, in the memory of a CPU process
 CONTEXT = 600e6  # CUDA's context and libraries on a GPU
 SLACK = 1.2  # what an allocator takes for what comes and goes

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from drafters.eagle3_ssd.align import EMBED_AHEAD
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from train.config import LossSettings
-from train.objective.losses import Figures, Mix, Teacher, head_losses, teacher_probabilities
+from train.objective.accelerate import accelerate
 from train.objective.supervision import supervised
 from train.objective.unroll import Rows, deeper_steps, first_step, glue_replay, stale_features
 from train.objective.visits import Visits
+from train.ops.head_loss.op import head_losses, teacher_probabilities
+from train.ops.head_loss.terms import LossOptions, PredictionStats, Teacher
 from train.ops.weight_gradients import gathered_over_calls
 from train.target_features.features import Features
 
@@ -183,8 +185,8 @@ class Scales(NamedTuple):
 
 
 class Objective(nn.Module):
-    """The training loss of a batch. Holds the drafter, the target's head for the draft vocabulary [Vd, Ht], and that
-    vocabulary.
+    """The training loss of a batch. Holds the drafter, whose layers it accelerates in place, the target's head for the
+    draft vocabulary [Vd, Ht], and that vocabulary.
     """
 
     def __init__(
@@ -200,7 +202,8 @@ class Objective(nn.Module):
         self.weights_are_whole = (
             False  # set where no wrapper takes them apart: then gradients of steps are gathered on CPUs
         )
-        self.mix = Mix(
+        accelerate(drafter)
+        self.options = LossOptions(
             settings.cross_entropy, settings.total_variation, settings.bonus_temperature, settings.fan_out
         )
         self.register_buffer("target_head", target_head_VH, persistent=False)
@@ -210,7 +213,7 @@ class Objective(nn.Module):
 
     def forward(self, features: Features, anchors: Anchors, depth: int, scales: Scales) -> tuple[Tensor, Tensor]:
         """Loss = sum over depths of scale_d * loss sum_d; and detached sums [depth + 1, C] of the columns of
-        `losses.Figures`.
+        `PredictionStats`.
         """
         needed = needs_teacher(features)
         teacher = self.teacher(features, needed)
@@ -235,9 +238,9 @@ class Objective(nn.Module):
             normed = self.drafter.head_input(
                 torch.cat(hidden)
             )  # one pass over the head: its gradient is held once, not for each depth
-            losses = head_losses(normed, self.drafter.lm_head.weight, teacher, row, base_D[at], bonus, self.mix)
-        sums = torch.zeros(depth + 1, len(Figures._fields), device=device)
-        return losses.loss, sums.index_add(0, at, losses.figures_nC)
+            losses = head_losses(normed, self.drafter.lm_head.weight, teacher, row, base_D[at], bonus, self.options)
+        sums = torch.zeros(depth + 1, len(PredictionStats._fields), device=device)
+        return losses.loss, sums.index_add(0, at, losses.stats_nC)
 
     def _gathering(self, device: torch.device) -> AbstractContextManager[None]:
         gathers = self.weights_are_whole and device.type == "cpu" and not self.settings.recompute
@@ -273,20 +276,20 @@ def step_values(sums_DC: Tensor, computed_D: Sequence[float]) -> dict[str, list[
     """Averages by depth of what is logged, from sums and numbers of predictions over all processes; None where there
     was none.
     """
-    columns = Figures(*sums_DC.double().cpu().T.tolist())
+    columns = PredictionStats(*sums_DC.double().cpu().T.tolist())
 
     def average(sums_D: Sequence[float]) -> list[float | None]:
         return [value / number if number else None for value, number in zip(sums_D, computed_D, strict=True)]
 
     accepted = [number - rejected for number, rejected in zip(computed_D, columns.rejection, strict=True)]
-    logged = {"cross_entropy": columns.kl, "acceptance": accepted, "accuracy": columns.correct}
+    logged = {"cross_entropy": columns.cross_entropy, "acceptance": accepted, "accuracy": columns.correct}
     logged |= {"teacher_mass_missing": columns.missing, "bonus": columns.bonus}
     return {name: average(sums) for name, sums in logged.items()}
 
 
 def step_counts(sums_DC: Tensor, computed_D: Sequence[float]) -> list[list[float]]:
     """What a tally of visits takes from the same sums."""
-    each = Figures(*sums_DC.double().cpu().T.tolist())
+    each = PredictionStats(*sums_DC.double().cpu().T.tolist())
     return [list(row) for row in zip(computed_D, each.correct, each.listed, each.found, strict=True)]
 
 

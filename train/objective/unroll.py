@@ -1,5 +1,5 @@
-"""The self-conditioned unroll and the glue replay of `training.md` §2, by the diagonal trick: step 0 over whole rows,
-the rest at anchors.
+"""The self-conditioned unroll (EAGLE-3's training-time test) and the glue replay: step 0 over whole rows, the rest at
+anchors (train/README.md, section 2).
 
 Step d at anchor p reads the embedding of token p+1+d and the output of step d-1, sits at rotary position p+d, and sees
 the step-0 keys of slots <= p of its document and its own keys of steps 1..d. Each decoder layer keeps its own step-0
@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from drafters.eagle3_ssd.align import EMBED_AHEAD
 from drafters.eagle3_ssd.model import Eagle3Drafter
-from train.ops import anchor_attention, cpu_attention
-from train.ops.anchor_attention import Span
+from train.ops.attention.op import attend, attend_rows
+from train.ops.attention.span import Span
 
 
 class Rows(NamedTuple):
@@ -128,7 +128,7 @@ def glue_replay(
     Glue slot p+j, j = 1..K, has the feature `stale[j-1]` that an earlier round computed, and sees the step-0 keys <= p
     and glue slots 1..j. Branch step m = 1..K stands for slot p+k+m, starts from the output of slot p+k, and sees the
     step-0 keys <= p, glue slots 1..k and its own steps. Each refresh repeats the glue pass, fed with what the slots
-    before gave in the pass before. Upper layers' keys are those of the last glue pass, as in serving (`ssd.md` §5).
+    before gave in the pass before. Upper layers' keys are those of the last glue pass, as in serving (infer/draft/README.md, section 3).
 
     The features of the next round, after a hit at k, are `branch` at anchor p+k+1: several hits in a row are replayed
     one by one.
@@ -227,23 +227,11 @@ def _step(
     """
     made: list[Keys] = []
 
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         made.append(Keys(key, value))
         if not prefix:
-            return _attend_rows(query, key, value, span)
-        return anchor_attention.attend(query, prefix[layer], span, [*(step[layer] for step in own), made[layer]])
+            return attend_rows(query, key, value, span)
+        return attend(query, prefix[layer], span, [*(step[layer] for step in own), made[layer]])
 
-    hidden = drafter(embeds_BSH, features_BSH, positions_BS, attend)
+    hidden = drafter(embeds_BSH, features_BSH, positions_BS, attention)
     return hidden, tuple(made)
-
-
-def _attend_rows(query: Tensor, key: Tensor, value: Tensor, span: Span) -> Tensor:
-    """[B, T, N, D]. CPUs spend twice as long in torch's own, which forms every score of a masked row."""
-    if cpu_attention.available(query):
-        return anchor_attention.attend_rows(query, key, value, span)
-    slots = torch.arange(key.shape[1], device=key.device)
-    seen_BTT = (slots >= span.start[..., None]) & (slots < span.stop[..., None])
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen_BTT[:, None], enable_gqa=True).transpose(
-        1, 2
-    )

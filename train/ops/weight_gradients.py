@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from train.objective.losses import pad_rows
-from train.ops.cpu_train import add_to
+from train.ops.products import add_to, pad_rows
 
 ROWS = 2048  # put together before they are multiplied: bounds what is kept of a long unroll
 

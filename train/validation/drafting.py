@@ -24,7 +24,7 @@ from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.eagle3_ssd.vocab import VocabMap
 from infer.kernels.sampling.sample import greedy_ids
 from train.objective.unroll import Rows
-from train.ops.near_and_far import attend_near_and_far, grid_of
+from train.ops.attention.shared_prefix import attend_shared_prefix, grid_of
 
 LOGIT_ROWS = 256  # rows that logits are made for at a time
 STATES = 512  # states worked on at a time
@@ -222,11 +222,14 @@ class Serving:
         grid, visible = grid_of(rows - first, end - first), own.visible_ST[index_R]
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            near_keys, near_values, seen = own.add(layer, index_R, place_R, key[0], value[0])
-            far_keys, far_values = self.slots.keys_BMDT[layer][first:end], self.slots.values_BMTD[layer][first:end]
-            return attend_near_and_far(query[0], far_keys, far_values, visible, near_keys, near_values, seen, grid)[
-                None
-            ]
+            own_keys, own_values, seen = own.add(layer, index_R, place_R, key[0], value[0])
+            prefix_keys, prefix_values = (
+                self.slots.keys_BMDT[layer][first:end],
+                self.slots.values_BMTD[layer][first:end],
+            )
+            return attend_shared_prefix(
+                query[0], prefix_keys, prefix_values, visible, own_keys, own_values, seen, grid
+            )[None]
 
         return self.drafter(embeds[None], features_RH[None], positions[None], attend)[0]
 

@@ -21,9 +21,9 @@ from drafters.eagle3_ssd.vocab import VocabMap
 from drafters.targets.target import Target
 from infer.kernels.linear.packed import fuse, pack
 from train.config import HeldoutSettings
-from train.objective.losses import acceptance, kl
 from train.objective.objective import Objective, choose_anchors, needs_teacher, predictions
 from train.objective.unroll import Rows, unroll
+from train.ops.head_loss.reference import soft_cross_entropy, total_variation
 from train.target_features.features import Features, FeatureSource
 from train.validation.chained import Chained, chain
 from train.validation.drafting import Answer, Serving, TrueSlots, true_slots
@@ -193,9 +193,11 @@ def _prediction_sums(logits_nV: Tensor, teacher_nV: Tensor, vocab: VocabMap, arg
     agrees = vocab.to_target(logits_nV.topk(size).indices) == argmax_n[:, None]
     found_after_rejection = agrees[:, 1:].cumsum(-1) > 0
     recall = [found_after_rejection[:, min(width, size - 1) - 1].sum() for width in RECALL_SIZES]
-    accepted = len(logits_nV) - acceptance(logits_nV, teacher_nV).sum()
+    accepted = len(logits_nV) - total_variation(logits_nV, teacher_nV).sum()
     number = torch.tensor(float(len(logits_nV)), device=logits_nV.device)
-    return torch.stack([number, kl(logits_nV, teacher_nV).sum(), accepted, agrees[:, 0].sum(), *recall]).double()
+    return torch.stack(
+        [number, soft_cross_entropy(logits_nV, teacher_nV).sum(), accepted, agrees[:, 0].sum(), *recall]
+    ).double()
 
 
 def _joined(parts: Sequence[tuple[Rows, TrueSlots]]) -> tuple[Rows, TrueSlots]:

@@ -1,12 +1,11 @@
-"""Attention over a paged KV pool, and the function by which any transformers model uses it.
+"""Paged attention of a batch: which slots of the KV pool each query row reads, and which implementation computes it.
 
-`attend_in_context` has the signature of transformers' attention functions (`drafters.targets.target` registers it);
-the keyword argument `context` given to the model's forward says what a query row may see. Two contexts exist:
-`PagedContext` (serving: rows of several requests behind each other, keys in a pool) and `DocumentContext` (features:
-packed rows, nothing crosses a document).
+Three implementations: compiled rows for few rows on a CPU (`cpu`), torch's own attention (`sdpa`), and a plain softmax
+row by row, the truth of the tests (`reference`). Tree attention is this with a mask: a request's `mask_QL` says which
+of its keys each row sees.
 
-Shapes: R query rows of all requests, Q rows of one request, L keys of one request, N query heads, M key/value heads,
-G = N / M, D head size, S slots of the pool. Slot = block * block_size + offset.
+R query rows of all requests, Q rows of one request, L keys of one request, N query heads, M key/value heads, G = N /
+M, D head size, S slots of the pool.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infer.kernels.attention import cpu
+from infer.kernels.attention.kv_pool import KvPool
 from infer.kernels.attention.sdpa import (
     Padded,
     additive_mask,
@@ -31,44 +31,8 @@ from infer.kernels.attention.sdpa import (
     attend_rows,
     causal_mask,
 )
-from infer.kernels.decoder_layer import cpu as cpu_rows
 
-FEW_ROWS = 12  # up to this many the row kernels are faster than torch's attention on CPU
-
-
-class AttentionContext(Protocol):
-    """What a model's forward is given as `context=`: computes one layer's attention."""
-
-    def attend(self, layer: int, query_1NRD: Tensor, key_1MRD: Tensor, value_1MRD: Tensor, scale: float) -> Tensor:
-        """Return the attended values, [batch, rows, N, D]."""
-        ...
-
-
-class KvPool(NamedTuple):
-    """Keys and values of every layer, by slot."""
-
-    keys: tuple[Tensor, ...]  # per layer [S, M, D]
-    values: tuple[Tensor, ...]
-    block_size: int
-
-    @staticmethod
-    def allocate(layers: int, num_blocks: int, block_size: int, heads_MD: tuple[int, int], like: Tensor) -> KvPool:
-        """A zeroed pool of `num_blocks * block_size` slots of M key heads of size D, in the dtype and on the device of
-        `like`.
-        """
-        shape = (num_blocks * block_size, *heads_MD)
-        keys, values = (tuple(zeros_on_demand(shape, like) for _ in range(layers)) for _ in range(2))
-        return KvPool(keys, values, block_size)
-
-    def slots(self, blocks: Sequence[int], start: int, stop: int) -> list[int]:
-        """Slots of positions `start..stop-1` of a request that owns `blocks` in this order."""
-        size = self.block_size
-        return [blocks[position // size] * size + position % size for position in range(start, stop)]
-
-    def slots_of_all(self, blocks: Sequence[int], stop: int) -> np.ndarray:
-        """`slots` from position 0 on, int64 [stop]: for many of them."""
-        used = np.asarray(blocks[: -(-stop // self.block_size)], dtype=np.int64)
-        return (used[:, None] * self.block_size + np.arange(self.block_size)).ravel()[:stop]
+FEW_ROWS = 12  # up to this many rows the compiled kernel is faster than torch's attention on a CPU
 
 
 @dataclass(frozen=True)
@@ -131,21 +95,21 @@ class PagedContext:
 
     @cached_property
     def in_rows(self) -> bool:
-        """Whether this batch is for the row kernels (`cpu_rows`): on CPU, and few rows."""
-        return len(self.write_slots_R) <= FEW_ROWS and cpu_rows.available(self.pool.keys[0])
+        """Whether the compiled kernel (`cpu`) is the faster one for this batch: on a CPU, and few rows."""
+        return len(self.write_slots_R) <= FEW_ROWS and cpu.available(self.pool.keys[0])
 
-    def attend_rows(self, layer: int, qkv_RX: Tensor, turn: tuple[Tensor, Tensor], scale: float) -> Tensor:
-        """Rotation, writing and attention of one layer by the row kernels; see `cpu_rows.attend`."""
-        return cpu_rows.attend(qkv_RX, turn, (self.pool.keys[layer], self.pool.values[layer]), self._table, scale)
+    def attend_rows(self, layer: int, qkv_RX: Tensor, cos_sin: tuple[Tensor, Tensor], scale: float) -> Tensor:
+        """Rotate, write and attend in one layer by the compiled kernel, where `in_rows`; see `cpu.attend`."""
+        return cpu.attend(qkv_RX, cos_sin, (self.pool.keys[layer], self.pool.values[layer]), self._table, scale)
 
-    def turn(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotary tables [1, R, D] as the row kernels read them, fp32; widened once for all layers."""
-        if "turn" not in self.tables or self.tables["turn"][0] is not cos:
-            self.tables["turn"] = (cos, cos.float().contiguous(), sin.float().contiguous())
-        return self.tables["turn"][1:]
+    def widened(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotary tables [1, R, D] as the compiled kernel reads them, fp32; widened once for all layers."""
+        if "cos_sin" not in self.tables or self.tables["cos_sin"][0] is not cos:
+            self.tables["cos_sin"] = (cos, cos.float().contiguous(), sin.float().contiguous())
+        return self.tables["cos_sin"][1:]
 
     @cached_property
-    def _table(self) -> cpu_rows.RowTable:
+    def _table(self) -> cpu.RowTable:
         lists: list[np.ndarray] = []
         starts: list[int] = []
         counts: list[int] = []
@@ -165,7 +129,7 @@ class PagedContext:
                 starts += [end + before for before in itertools.accumulate(seen[:-1], initial=0)]
                 counts += seen
                 end += sum(seen)
-        return cpu_rows.RowTable(self.write_slots_R.numpy(), np.concatenate(lists), np.array(starts), np.array(counts))
+        return cpu.RowTable(self.write_slots_R.numpy(), np.concatenate(lists), np.array(starts), np.array(counts))
 
     def _mask(self, i: int, query: Tensor) -> Tensor | None:
         request = self.requests[i]
@@ -220,52 +184,9 @@ class PagedContext:
         return out.reshape(rows, -1, head)
 
 
-@dataclass(frozen=True)
-class DocumentContext:
-    """Attention inside packed rows [B, T]: a position sees the earlier ones of its own document."""
-
-    document_ids_BT: Tensor
-
-    def attend(self, layer: int, query_1NRD: Tensor, key_1MRD: Tensor, value_1MRD: Tensor, scale: float) -> Tensor:
-        """See `AttentionContext.attend`; here the batch is B."""
-        ids = self.document_ids_BT
-        visible = (ids[:, :, None] == ids[:, None, :]).tril()[:, None]
-        bias = as_bias(visible, query_1NRD.dtype)
-        out = F.scaled_dot_product_attention(
-            query_1NRD, key_1MRD, value_1MRD, attn_mask=bias, scale=scale, enable_gqa=True
-        )
-        return out.transpose(1, 2)
-
-
-def zeros_on_demand(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Zeros in the dtype and on the device of `like`. On CPU the memory is taken when it is first written, page by
-    page.
-    """
-    if like.device.type != "cpu":
-        return like.new_zeros(tuple(shape))
-    return torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * like.element_size()), dtype=np.uint8)).view(like.dtype)
-
-
 def _reading(pool: KvPool, request: PagedRequest, device: torch.device) -> slice | Tensor:
     used = -(-request.num_keys // pool.block_size)
     first = request.blocks[0]
     if all(block == first + i for i, block in enumerate(request.blocks[:used])):
         return slice(first * pool.block_size, first * pool.block_size + request.num_keys)
     return torch.from_numpy(pool.slots_of_all(request.blocks, request.num_keys)).to(device)
-
-
-def attend_in_context(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    context: AttentionContext,
-    **extra: object,
-) -> tuple[Tensor, None]:
-    """The attention function of a transformers layer: hands its rotated rows to the forward's context."""
-    unknown = {name: extra[name] for name in ("sliding_window", "softcap", "s_aux") if extra.get(name) is not None}
-    assert not unknown, f"attention with {unknown} is not computed here; drafters.targets.target refuses such targets"
-    return context.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]

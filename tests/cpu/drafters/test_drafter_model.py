@@ -19,8 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from drafters.base.errors import UserError
 from drafters.eagle3_ssd.align import Slot, num_slots, slot
 from drafters.eagle3_ssd.config import DrafterConfig
-from drafters.eagle3_ssd.model import Eagle3Drafter, RMSNorm, rotary, rotate
+from drafters.eagle3_ssd.model import Eagle3Drafter, RMSNorm, rotary
 from drafters.eagle3_ssd.vocab import VocabMap, cached_vocabulary
+from infer.kernels.decoder_layer.reference import rotate
 
 CONFIG = DrafterConfig(
     hidden_size=32,
@@ -84,8 +85,8 @@ def test_first_layer_is_the_formula() -> None:
         F.linear(x, p.weight).unflatten(-1, (-1, 8))
         for p in (mid.self_attn.q_proj, mid.self_attn.k_proj, mid.self_attn.v_proj)
     )
-    table = rotary(POSITIONS, CONFIG.rope)
-    want = r + F.linear(causal(0, rotate(q, table), rotate(k, table), v).flatten(2), mid.self_attn.o_proj.weight)
+    cos_sin = rotary(POSITIONS, CONFIG.rope)
+    want = r + F.linear(causal(0, rotate(q, *cos_sin), rotate(k, *cos_sin), v).flatten(2), mid.self_attn.o_proj.weight)
     y = norm(want, mid.post_attention_layernorm.weight)
     gated = F.silu(F.linear(y, mid.mlp.gate_proj.weight)) * F.linear(y, mid.mlp.up_proj.weight)
     want = want + F.linear(gated, mid.mlp.down_proj.weight)

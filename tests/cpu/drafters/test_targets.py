@@ -23,7 +23,7 @@ from drafters.base.errors import UserError
 from drafters.targets import files as target_files
 from drafters.targets.files import BuiltinTarget
 from drafters.targets.target import Target, identify, load_target, tap_features
-from infer.kernels.attention.paged import DocumentContext
+from infer.kernels.attention.context import DocumentContext
 from infer.kernels.linear.packed import PackedLinear
 from tests.gguf_file import MERGED, write_gguf
 from tests.tiny import save_tiny_target, tiny_model, tiny_tokenizer

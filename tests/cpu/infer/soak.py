@@ -30,7 +30,7 @@ from infer.config import EngineSettings, Mode
 from infer.engine.draft_client import PATIENCE, DraftState
 from infer.engine.engine import Engine
 from infer.engine.request import FinishReason, Request, SamplingParams
-from infer.kernels.attention.paged import DocumentContext
+from infer.kernels.attention.context import DocumentContext
 from infer.launch import launch
 from tests.trained import drain, random_prompts, trained_pair
 

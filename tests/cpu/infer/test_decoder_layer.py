@@ -7,8 +7,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from infer.kernels.attention.paged import DocumentContext, attend_in_context
-from infer.kernels.decoder_layer.fused import FusedDecoderLayer, fits, rotate
+from infer.kernels.attention.context import DocumentContext, attend_in_context
+from infer.kernels.decoder_layer.fused_layer import FusedDecoderLayer, fits
+from infer.kernels.decoder_layer.reference import rotate
 
 
 def _config(**changes: object) -> LlamaConfig:

@@ -24,8 +24,9 @@ from torch import Tensor
 import infer.engine.engine
 from drafters.targets.target import Target, load_target
 from infer.config import EngineSettings, Mode
-from infer.engine.request import Request, SamplingParams, Source
-from infer.kernels.attention.paged import DocumentContext
+from infer.engine.request import Request, SamplingParams
+from infer.ipc.messages import Source
+from infer.kernels.attention.context import DocumentContext
 from infer.kernels.sampling.accept import Verdict, accept_greedy
 from infer.kernels.sampling.adjust import Text, adjust_logits_reference
 from infer.kernels.sampling.sample import greedy_ids, process_logits_reference

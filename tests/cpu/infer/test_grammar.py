@@ -21,8 +21,9 @@ import infer.draft.draws
 from drafters.base.errors import UserError
 from drafters.targets.target import Target, load_target
 from infer.config import EngineSettings, Mode
-from infer.engine.request import FinishReason, Request, SamplingParams, Source
-from infer.kernels.attention.paged import DocumentContext
+from infer.engine.request import FinishReason, Request, SamplingParams
+from infer.ipc.messages import Source
+from infer.kernels.attention.context import DocumentContext
 from infer.launch import launch
 from infer.text.grammar import (
     Grammars,

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from infer.kernels.decoder_layer import cpu as cpu_rows
-from train.ops import cpu_attention, cpu_loss, cpu_train
+from infer.kernels.attention import cpu as paged_attention
+from infer.kernels.decoder_layer import cpu as decoder_layer
+from train.ops.attention import cpu as unroll_attention
+from train.ops.head_loss import cpu as head_loss
+from train.ops.layer import cpu as layer_with_gradients
 
-KERNELS = [*cpu_loss._KERNELS.values(), *cpu_loss._PROBABILITIES.values()]
+KERNELS = [*head_loss._KERNELS.values(), *head_loss._PROBABILITIES.values(), *paged_attention._KERNELS.values()]
 KERNELS += [
     kernel
-    for module in (cpu_attention, cpu_rows, cpu_train)
+    for module in (unroll_attention, decoder_layer, layer_with_gradients)
     for kernels in module._KERNELS.values()
     for kernel in kernels
 ]

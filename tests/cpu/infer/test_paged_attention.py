@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infer.kernels.attention.paged import DocumentContext, KvPool, PagedContext, PagedRequest, attend_in_context
+from infer.kernels.attention.context import DocumentContext, attend_in_context
+from infer.kernels.attention.kv_pool import KvPool
+from infer.kernels.attention.paged import PagedContext, PagedRequest
 from infer.kernels.attention.sdpa import additive_mask, attend_rows, causal_mask
 
 N, M, D, BLOCK = 6, 2, 8, 4

@@ -12,13 +12,13 @@ from itertools import product
 import torch
 from torch.nn import functional as F
 
-from train.objective.losses import Mix, Teacher, _chunk
-from train.ops import fused_loss
+from train.ops.head_loss import closed_form, triton
+from train.ops.head_loss.terms import LossOptions, Teacher
 
 N, HIDDEN, VOCAB, POSITIONS = 9, 24, 203, 7  # no size is a multiple of a tile
 
 
-def compare(mix: Mix, has_bonus: bool, dtype: torch.dtype, sharpness: float) -> None:
+def compare(options: LossOptions, has_bonus: bool, dtype: torch.dtype, sharpness: float) -> None:
     """One case; the plain chunk reads the logits that the kernels would round to."""
     generator = torch.Generator().manual_seed(0)
     full = (4 * torch.randn(POSITIONS, VOCAB + 50, generator=generator)).softmax(-1)
@@ -33,21 +33,21 @@ def compare(mix: Mix, has_bonus: bool, dtype: torch.dtype, sharpness: float) -> 
     base, bonus = torch.rand(2, N, generator=generator)
     logits = F.linear(hidden.float(), head.float()).to(dtype).float()
     chunk = Teacher(teacher.probs[rows].float(), teacher.best[rows], teacher.inside[rows])
-    figures, grad = _chunk(logits, chunk, base, bonus if has_bonus else None, mix)
-    found, own_grad = fused_loss.fused_chunk(hidden, head, teacher, rows, base, bonus if has_bonus else None, mix)
+    stats, grad = closed_form.of_logits(logits, chunk, base, bonus if has_bonus else None, options)
+    found, own_grad = triton.chunk(hidden, head, teacher, rows, base, bonus if has_bonus else None, options)
     loose = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found, figures, rtol=loose, atol=loose)
+    torch.testing.assert_close(found, stats, rtol=loose, atol=loose)
     torch.testing.assert_close(own_grad.float(), grad, rtol=loose, atol=loose)
-    assert 0 < figures[:, 2].sum() < N and (figures[:, 6] > 0).any() == has_bonus
-    print("equal", mix, has_bonus, dtype, sharpness)
+    assert 0 < stats[:, 2].sum() < N and (stats[:, 6] > 0).any() == has_bonus
+    print("equal", options, has_bonus, dtype, sharpness)
 
 
 if __name__ == "__main__":
     temperature = int(sys.argv[1])
-    fused_loss.ROW_BLOCK = 64  # several blocks a row
+    triton.ROW_BLOCK = 64  # several blocks a row
     for has_bonus, sharpness in product((False, True), (1.0, 20.0)):
-        for mix, dtype in (
-            (Mix(1.0, 0.0, temperature), torch.float16),
-            (Mix(0.7, 0.4, temperature, 2), torch.float32),
+        for options, dtype in (
+            (LossOptions(1.0, 0.0, temperature), torch.float16),
+            (LossOptions(0.7, 0.4, temperature, 2), torch.float32),
         ):
-            compare(mix, has_bonus, dtype, sharpness)
+            compare(options, has_bonus, dtype, sharpness)

@@ -1,8 +1,10 @@
-"""Attention that keeps no scores against plain attention over explicit keys, in value and gradient; and the compiled
-rows against torch.
+"""Attention of the unroll, with a compiled softmax and with torch's, against the reference in value and gradient; the
+reference against a softmax written out; what is kept for the backward pass.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from train.ops import anchor_attention, cpu_attention
-from train.ops.anchor_attention import Span, attend, attend_rows
+from train.ops.attention import cpu, recompute, reference
+from train.ops.attention.op import attend, attend_rows
+from train.ops.attention.span import Span
 
 B, T, A, N, M, D = 2, 23, 5, 4, 2, 8
 
@@ -43,6 +46,10 @@ class Case:
         key, value = (x.transpose(1, 2) for x in self.prefix)
         return attend(self.query, (key, value), Span(self.start, self.stop, self.mask), self.own)
 
+    def reference(self) -> Tensor:
+        key, value = (x.transpose(1, 2) for x in self.prefix)
+        return reference.attend(self.query, (key, value), Span(self.start, self.stop, self.mask), self.own)
+
     def leaves(self) -> list[Tensor]:
         return [self.query, *self.prefix, *(x for pair in self.own for x in pair)]
 
@@ -71,14 +78,20 @@ class Case:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways of the softmax."""
     if request.param == "torch":
-        monkeypatch.setattr(cpu_attention, "available", lambda x: False)
+        monkeypatch.setattr(cpu, "available", lambda x: False)
     return request.param
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-def test_values_and_gradients_are_those_of_plain_attention(queries: int, way: str) -> None:
+def test_the_reference_is_attention_written_out(queries: int) -> None:
     case = Case(queries, torch.float32)
-    out, plain = case.attend(), case.plain()
+    torch.testing.assert_close(case.reference(), case.plain(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_values_and_gradients_are_the_reference_s(queries: int, way: str) -> None:
+    case = Case(queries, torch.float32)
+    out, plain = case.attend(), case.reference()
     torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-5)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
     for own, expected in zip(
@@ -102,22 +115,35 @@ def test_bf16_is_near(queries: int, way: str) -> None:
         assert (own.float() - expected.float()).norm() < 0.03 * expected.float().norm()
 
 
-def test_rows_in_blocks_are_plain_attention(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("softmax", [cpu, reference, None], ids=["compiled", "torch", "as chosen"])
+def test_rows_in_blocks_are_plain_attention(softmax: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two documents a row; blocks that are not whole, and that begin within a document."""
-    monkeypatch.setattr(anchor_attention, "BLOCK", 5)
+    monkeypatch.setattr(recompute, "BLOCK", 5)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(B, T, heads, D, generator=generator).requires_grad_() for heads in (N, M, M))
     slots, begins = torch.arange(T).expand(B, T), torch.tensor([9, 14])[:, None]
     span = Span(torch.where(slots < begins, 0, begins), slots + 1)
-    out = attend_rows(query, key, value, span)
-    seen = (slots[:, None] >= span.start[..., None]) & (slots[:, None] < span.stop[..., None])
-    by_head = [x.transpose(1, 2) for x in (query, key, value)]
-    plain = F.scaled_dot_product_attention(*by_head, attn_mask=seen[:, None], enable_gqa=True).transpose(1, 2)
+    if softmax is None:
+        out = attend_rows(query, key, value, span)
+    else:
+        out: Tensor = recompute.AttendRows.apply(softmax, query, key, value, span)  # type: ignore[assignment]
+    plain = reference.attend_rows(query, key, value, span)
     torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-5)
     grad = torch.randn(out.shape, generator=generator)
     grads = (torch.autograd.grad(each, (query, key, value), grad) for each in (out, plain))
     for own, expected in zip(*grads, strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_reference_of_rows_is_torch_s_attention() -> None:
+    query, key, value = (torch.randn(B, T, heads, D) for heads in (N, M, M))
+    stop = torch.arange(T).expand(B, T) + 1
+    span = Span((stop - 4).clamp(min=0), stop)
+    seen = reference.seen_slots(span, T)
+    assert seen[0].int().sum(-1).tolist() == [1, 2, 3, *[4] * (T - 3)]
+    by_head = [x.transpose(1, 2) for x in (query, key, value)]
+    plain = F.scaled_dot_product_attention(*by_head, attn_mask=seen[:, None], enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(reference.attend_rows(query, key, value, span), plain, rtol=1e-4, atol=1e-5)
 
 
 def test_nothing_as_long_as_a_row_is_kept() -> None:
@@ -137,9 +163,9 @@ def test_ways_agree_to_rounding() -> None:
     start = torch.zeros(B, A, dtype=torch.int64)
     span = Span(start, start + 9, torch.tensor([True, False, True, True]).expand(1, 1, 1, 4))
     one, two = (far.clone(), far_grad.clone()), (far.clone(), far_grad.clone())
-    near, normaliser = cpu_attention.softmax(q, far.clone(), own_k, own_v, *span)
-    expected, sums = anchor_attention.softmax_by_torch(q, far.clone(), own_k, own_v, span)
+    near, normaliser = cpu.softmax(q, far.clone(), own_k, own_v, span)
+    expected, sums = reference.softmax(q, far.clone(), own_k, own_v, span)
     torch.testing.assert_close((near, normaliser), (expected, sums), rtol=1e-5, atol=1e-5)
-    found = cpu_attention.softmax_gradient(q, grad, output, *one, own_k, own_v, normaliser, *span)
-    wanted = anchor_attention.gradient_by_torch((q, grad, output), *two, own_k, own_v, normaliser, span)
+    found = cpu.softmax_gradient((q, grad, output), *one, own_k, own_v, normaliser, span)
+    wanted = reference.softmax_gradient((q, grad, output), *two, own_k, own_v, normaliser, span)
     torch.testing.assert_close((*found, *one), (*wanted, *two), rtol=1e-4, atol=1e-4)

@@ -29,7 +29,7 @@ def test_a_document_alone_has_the_same_features(target: Target) -> None:
 
 
 def features_context(ids: torch.Tensor) -> object:
-    from infer.kernels.attention.paged import DocumentContext
+    from infer.kernels.attention.context import DocumentContext
 
     return DocumentContext(torch.ones_like(ids))
 

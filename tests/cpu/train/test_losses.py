@@ -13,28 +13,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.cpu.train.small import LargestTensor, ProductRows
-from train.objective.losses import (
-    CHUNK,
-    PADDED,
-    ROWS,
-    Figures,
-    Mix,
-    Teacher,
-    acceptance,
-    bonus_greedy,
-    bonus_sampled,
-    head_losses,
-    kl,
-    teacher_probabilities,
-)
 from train.objective.supervision import loss_scales, pooled_scales, supervised
+from train.ops.head_loss import reference
+from train.ops.head_loss.closed_form import CHUNK
+from train.ops.head_loss.cpu import ROWS
+from train.ops.head_loss.op import head_losses, teacher_probabilities
+from train.ops.head_loss.reference import bonus_greedy, bonus_sampled, soft_cross_entropy, total_variation
+from train.ops.head_loss.terms import LossOptions, PredictionStats, Teacher
+from train.ops.products import PADDED
 
 
 def test_losses_by_hand() -> None:
     logits = torch.tensor([[math.log(0.5), math.log(0.25), math.log(0.25)]])
     teacher = torch.tensor([[0.2, 0.6, 0.1]])  # a tenth of the mass lies outside the draft vocabulary
-    assert acceptance(logits, teacher).item() == pytest.approx(1 - (0.2 + 0.25 + 0.1))
-    assert kl(logits, teacher).item() == pytest.approx(
+    assert total_variation(logits, teacher).item() == pytest.approx(1 - (0.2 + 0.25 + 0.1))
+    assert soft_cross_entropy(logits, teacher).item() == pytest.approx(
         -(0.2 * math.log(0.5) + 0.6 * math.log(0.25) + 0.1 * math.log(0.25))
     )
 
@@ -51,17 +44,17 @@ def test_base_losses_equal_their_definitions_token_by_token(sharpness: float) ->
         least = [q_t if q_t < p_t else torch.tensor(p_t, dtype=torch.float64) for p_t, q_t in zip(p, q, strict=True)]
         slow_rejection.append(1 - sum(least, torch.zeros(())))
     for fast, slow in (
-        (kl(logits, teacher.probs[rows]), slow_kl),
-        (acceptance(logits, teacher.probs[rows]), slow_rejection),
+        (soft_cross_entropy(logits, teacher.probs[rows]), slow_kl),
+        (total_variation(logits, teacher.probs[rows]), slow_rejection),
     ):
         torch.testing.assert_close(fast, torch.stack(slow))
         grads = [torch.autograd.grad(value.sum(), logits, retain_graph=True)[0] for value in (fast, torch.stack(slow))]
         torch.testing.assert_close(*grads)
 
 
-def test_acceptance_never_renormalises_the_teacher() -> None:
+def test_total_variation_never_renormalises_the_teacher() -> None:
     teacher = torch.tensor([[0.3, 0.3]])
-    assert acceptance(torch.zeros(1, 2), teacher).item() == pytest.approx(0.4)
+    assert total_variation(torch.zeros(1, 2), teacher).item() == pytest.approx(0.4)
 
 
 def plain_bonus(logits: Tensor, p: list[float], best: int | None, temperature: int) -> Tensor:
@@ -121,33 +114,40 @@ def case(number: int, sharpness: float, seed: int = 0) -> Case:
     return Case(hidden, head, Teacher(full[:, :vocab], best.clamp(max=vocab - 1), inside), rows, base, bonus)
 
 
-@pytest.mark.parametrize("mix", [Mix(1.0, 0.0, 0), Mix(0.0, 1.0, 1), Mix(0.7, 0.4, 0), Mix(0.7, 0.4, 1)])
+@pytest.mark.parametrize(
+    "options", [LossOptions(1.0, 0.0, 0), LossOptions(0.0, 1.0, 1), LossOptions(0.7, 0.4, 0), LossOptions(0.7, 0.4, 1)]
+)
 @pytest.mark.parametrize("sharpness", [0.2, 1.0, 4.0])
-def test_fused_losses_equal_plain_ones_in_value_and_gradient(mix: Mix, sharpness: float) -> None:
+def test_fused_losses_equal_plain_ones_in_value_and_gradient(options: LossOptions, sharpness: float) -> None:
     hidden, head, teacher, rows, base, bonus = case(CHUNK + 37, sharpness)  # two chunks, the second one partly filled
-    fused = head_losses(hidden, head, teacher, rows, base, bonus, mix)
+    fused = head_losses(hidden, head, teacher, rows, base, bonus, options)
     fused_grads = torch.autograd.grad(2.5 * fused.loss, (hidden, head))
 
-    logits, p = hidden @ head.T, teacher.probs[rows]
-    best, inside = teacher.best[rows], teacher.inside[rows]
-    each = bonus_sampled(logits, p) if mix.bonus_temperature else bonus_greedy(logits, best, inside)
-    plain = base @ (mix.kl * kl(logits, p) + mix.acceptance * acceptance(logits, p)) + bonus @ each
-    plain_grads = torch.autograd.grad(2.5 * plain, (hidden, head))
-    torch.testing.assert_close(fused.loss, plain)
+    plain = reference.head_losses(hidden, head, teacher, rows, base, bonus, options)
+    plain_grads = torch.autograd.grad(2.5 * plain.loss, (hidden, head))
+    torch.testing.assert_close(fused.loss, plain.loss)
+    torch.testing.assert_close(fused.stats_nC, plain.stats_nC)
     for a, b in zip(fused_grads, plain_grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
-    figures = Figures(*fused.figures_nC.unbind(1))
+    stats = PredictionStats(*fused.stats_nC.unbind(1))
+    logits, p = hidden @ head.T, teacher.probs[rows]
+    best, inside = teacher.best[rows], teacher.inside[rows]
+    each = bonus_sampled(logits, p) if options.bonus_temperature else bonus_greedy(logits, best, inside)
+    base_loss = options.cross_entropy * soft_cross_entropy(logits, p) + options.total_variation * total_variation(
+        logits, p
+    )
+    torch.testing.assert_close(plain.loss, base @ base_loss + bonus @ each)
     order = logits.argsort(-1, descending=True)
     agrees = (order == best[:, None]) & inside[:, None]
-    torch.testing.assert_close(figures.kl, kl(logits, p))
-    torch.testing.assert_close(figures.rejection, acceptance(logits, p))
-    torch.testing.assert_close(figures.bonus, each)
-    torch.testing.assert_close(figures.missing, 1 - p.sum(-1))
-    assert torch.equal(figures.correct, agrees[:, 0].double())
-    assert torch.equal(figures.listed, agrees[:, :4].any(-1).double())
-    assert torch.equal(figures.found, agrees[:, 1:5].any(-1).double())
-    assert 0 < figures.found.sum() < (~agrees[:, 0]).sum()
+    torch.testing.assert_close(stats.cross_entropy, soft_cross_entropy(logits, p))
+    torch.testing.assert_close(stats.rejection, total_variation(logits, p))
+    torch.testing.assert_close(stats.bonus, each)
+    torch.testing.assert_close(stats.missing, 1 - p.sum(-1))
+    assert torch.equal(stats.correct, agrees[:, 0].double())
+    assert torch.equal(stats.listed, agrees[:, :4].any(-1).double())
+    assert torch.equal(stats.found, agrees[:, 1:5].any(-1).double())
+    assert 0 < stats.found.sum() < (~agrees[:, 0]).sum()
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -186,11 +186,11 @@ def test_bonus_loss_by_hand() -> None:
     )
 
 
-def test_gradients_of_kl_and_acceptance_are_those_of_finite_differences() -> None:
+def test_gradients_of_the_base_losses_are_those_of_finite_differences() -> None:
     hidden, head, teacher, rows, base, _ = case(12, 1.0)
-    for mix in (Mix(1.0, 0.0), Mix(0.3, 1.0)):
+    for options in (LossOptions(1.0, 0.0), LossOptions(0.3, 1.0)):
         assert torch.autograd.gradcheck(
-            lambda h, w, mix=mix: head_losses(h, w, teacher, rows, base, None, mix).loss, (hidden, head)
+            lambda h, w, options=options: head_losses(h, w, teacher, rows, base, None, options).loss, (hidden, head)
         )
 
 
@@ -203,7 +203,9 @@ def test_losses_stay_finite_where_the_drafter_is_certain() -> None:
     )
     ones = torch.ones(2)
     for temperature in (0, 1):
-        loss = head_losses(hidden, head, teacher, torch.arange(2), 0 * ones, ones, Mix(1.0, 0.0, temperature)).loss
+        loss = head_losses(
+            hidden, head, teacher, torch.arange(2), 0 * ones, ones, LossOptions(1.0, 0.0, temperature)
+        ).loss
         (grad,) = torch.autograd.grad(loss, hidden)
         plain = (
             bonus_sampled(hidden, teacher.probs) if temperature else bonus_greedy(hidden, teacher.best, teacher.inside)
@@ -225,23 +227,29 @@ def test_no_tensor_of_all_predictions_times_the_vocabulary_is_ever_made(temperat
     ones = torch.ones(number)
     with LargestTensor() as largest:
         losses = head_losses(
-            hidden, head, teacher, torch.zeros(number, dtype=torch.int64), ones, ones, Mix(1.0, 1.0, temperature)
+            hidden,
+            head,
+            teacher,
+            torch.zeros(number, dtype=torch.int64),
+            ones,
+            ones,
+            LossOptions(1.0, 1.0, temperature),
         )
         losses.loss.backward()
-    assert largest.numbers == max(at_once * vocab, number * len(Figures._fields)) < number * vocab / 8
+    assert largest.numbers == max(at_once * vocab, number * len(PredictionStats._fields)) < number * vocab / 8
 
 
-@pytest.mark.parametrize("mix", [Mix(1.0, 1.0), Mix(1.0, 0.0, 1)])
-def test_products_come_in_a_few_shapes_however_many_predictions_there_are(mix: Mix) -> None:
+@pytest.mark.parametrize("options", [LossOptions(1.0, 1.0), LossOptions(1.0, 0.0, 1)])
+def test_products_come_in_a_few_shapes_however_many_predictions_there_are(options: LossOptions) -> None:
     """Each new number of rows would be compiled, and what was compiled kept: memory would grow step by step."""
     for number in (1, 77, PADDED, PADDED + 1, ROWS + 13):
         c = case(number, 1.0)
         with ProductRows() as products:
-            losses = head_losses(c.hidden, c.head, c.teacher, c.rows, c.base, c.bonus, mix)
+            losses = head_losses(c.hidden, c.head, c.teacher, c.rows, c.base, c.bonus, options)
             losses.loss.backward()
             probs = teacher_probabilities(torch.randn(number, 4), torch.randn(8, 4), torch.zeros(number))
         assert products.rows and all(rows % PADDED == 0 for rows in products.rows), (number, products.rows)
-        assert len(losses.figures_nC) == len(probs) == number
+        assert len(losses.stats_nC) == len(probs) == number
 
 
 def test_teacher_keeps_the_mass_it_has() -> None:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
-from train.objective.losses import Figures, acceptance, bonus_greedy, kl, teacher_probabilities
 
 from drafters.eagle3_ssd.serving import ServingSettings
 from tests.cpu.train import small
@@ -20,6 +19,9 @@ from train.objective.objective import Anchors, Counts, Objective, Rounds, Scales
 from train.objective.supervision import loss_scales, supervised
 from train.objective.unroll import Rows, first_step, glue_replay, stale_features, unroll
 from train.objective.visits import Rates, depth_weights, visits
+from train.ops.head_loss.op import teacher_probabilities
+from train.ops.head_loss.reference import bonus_greedy, soft_cross_entropy, total_variation
+from train.ops.head_loss.terms import PredictionStats
 from train.target_features.features import Features
 from train.trainer.step import scales_of
 
@@ -101,12 +103,18 @@ def test_loss_is_the_average_over_supervised_predictions() -> None:
                 VOCABULARY.tolist().index(int(features.argmax[at])) if int(features.argmax[at]) in VOCABULARY else None
             )
             cached = bonus_greedy(logits, torch.tensor([best or 0]), torch.tensor([best is not None]))
-            want = want + 0.8**d * (0.7 * kl(logits, teacher) + 0.4 * acceptance(logits, teacher) + 0.6 * cached).sum()
+            want = (
+                want
+                + 0.8**d
+                * (
+                    0.7 * soft_cross_entropy(logits, teacher) + 0.4 * total_variation(logits, teacher) + 0.6 * cached
+                ).sum()
+            )
             number_outside += best is None
             number += 1
     torch.testing.assert_close(loss, want / number, rtol=1e-5, atol=1e-6)
     assert number == counts.all.sum() and 0 < number_outside < number
-    figures = Figures(*sums.sum(0))
+    figures = PredictionStats(*sums.sum(0))
     assert figures.missing.item() == pytest.approx(0.1 * number, rel=1e-2)
     assert 0 < figures.found <= number - number_outside - figures.correct
 
@@ -191,7 +199,7 @@ def test_loss_of_replayed_rounds_by_hand(refresh: int) -> None:
             else None
         )
         cached = bonus_greedy(logits, torch.tensor([best or 0]), torch.tensor([best is not None]))[0]
-        base = (0.7 * kl(logits, teacher) + 0.4 * acceptance(logits, teacher))[0]
+        base = (0.7 * soft_cross_entropy(logits, teacher) + 0.4 * total_variation(logits, teacher))[0]
         want = want + scales.base[at] * base + (0.6 * scales.bonus[at] * cached if is_fork else 0.0)
         numbers[at] += 1
         forks[at] += is_fork
@@ -212,7 +220,7 @@ def test_loss_of_replayed_rounds_by_hand(refresh: int) -> None:
     torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
     counts = count(features, anchors, depth)
     assert counts.sampled.tolist() == numbers and counts.forks.tolist() == forks and sum(forks[1:]) == 3
-    assert sums.shape == (8, len(Figures._fields)) and (sums[6].abs().sum() > 0) == (refresh == 0)
+    assert sums.shape == (8, len(PredictionStats._fields)) and (sums[6].abs().sum() > 0) == (refresh == 0)
 
 
 def test_replayed_gradients_in_bf16_are_close_to_those_in_fp32() -> None:
@@ -267,9 +275,9 @@ def test_bf16_is_close_to_fp32(depth: int) -> None:
     exact = model(features, anchors, depth, ones)[0]
     model.dtype = torch.bfloat16
     rounded, sums = model(features, anchors, depth, ones)
-    total = Figures(*sums.sum(0))
+    total = PredictionStats(*sums.sum(0))
     assert rounded.item() == pytest.approx(
-        (0.7 * total.kl + 0.4 * total.rejection + 0.6 * total.bonus).item(), rel=1e-6
+        (0.7 * total.cross_entropy + 0.4 * total.rejection + 0.6 * total.bonus).item(), rel=1e-6
     ), "summed in fp32"
     assert rounded.item() == pytest.approx(exact.item(), rel=0.05) and rounded.item() != exact.item()
 

@@ -12,7 +12,6 @@ from drafters.eagle3_ssd.model import Eagle3Drafter
 from tests.cpu.train.small import DRAFT_VOCAB, HIDDEN, TWO_ROWS, packed, small_config, small_drafter
 from train.config import LossSettings
 from train.costs.plan import Forward, Replayed, flops, forwards, parameters, predictions, products
-from train.objective import losses
 from train.objective.objective import Anchors, Objective, Rounds, Scales, choose_anchors, count
 from train.target_features.features import Features
 
@@ -52,7 +51,7 @@ def test_sampled_anchors_are_counted_as_expected() -> None:
 @pytest.fixture
 def without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that only fill up a shape are no work, and not planned as such."""
-    monkeypatch.setattr(losses, "PADDED", 1)
+    monkeypatch.setattr("train.ops.products.PADDED", 1)
 
 
 @pytest.mark.usefixtures("without_padding")

@@ -12,7 +12,7 @@ from drafters.eagle3_ssd.vocab import VocabMap
 from tests.cpu.train.small import HIDDEN, VOCAB, small_drafter
 from tests.plain_drafting import plain_rounds
 from train.objective.unroll import Rows
-from train.ops.near_and_far import attend_near_and_far, grid_of
+from train.ops.attention.shared_prefix import attend_shared_prefix, grid_of
 from train.validation.drafting import Answer, Serving, true_slots
 from train.validation.replay import Plan, Round, replay
 
@@ -110,7 +110,7 @@ def test_attention_in_a_grid_is_attention(rows: list[int], near: int, seed: int)
     near_keys, near_values = torch.randn(2, count, near + 1, groups, dim)
     visible, seen = torch.rand(count, length) < 0.5, torch.rand(count, near + 1) < 0.5
     seen[:, 0] = True
-    out = attend_near_and_far(query, keys, values, visible, near_keys, near_values, seen, grid_of(row, 3))
+    out = attend_shared_prefix(query, keys, values, visible, near_keys, near_values, seen, grid_of(row, 3))
     for i, r in enumerate(rows):
         for head in range(heads):
             group = head // (heads // groups)

@@ -1,10 +1,10 @@
 """The head's losses on a GPU, in Triton: logits and their normaliser in one pass over vocabulary tiles, the gradient
 in the logits' place.
 
-`losses._chunk` after `F.linear` is the plain twin: the same figures and the same gradient. Two kernels. The first
-multiplies hidden rows with a tile of the head and leaves, beside the logits, what a softmax and a cross-entropy need
-of the tile. The second takes one row: it joins the tiles' numbers, reads the logits once for the sums that need the
-normaliser, and once more to write the gradient over them.
+The same statistics and the same gradient as `closed_form`. Two kernels. The first multiplies hidden rows with a tile
+of the head and leaves, beside the logits, what a softmax and a cross-entropy need of the tile. The second takes one
+row: it joins the tiles' numbers, reads the logits once for the sums that need the normaliser, and once more to write
+the gradient over them.
 
 n rows, H hidden, V draft vocabulary, P positions with a teacher; BR, BV, BH: rows, vocabulary and hidden of a tile.
 """
@@ -18,14 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from train.ops.head_loss.terms import LossOptions, PredictionStats, Teacher
+
 BLOCK_ROWS, BLOCK_VOCAB, BLOCK_HIDDEN = 64, 128, 64
 ROW_BLOCK = 2048  # of a row, read at a time by the second kernel
 BYTES = 256 << 20  # of logits, at a time
 TINY = tl.constexpr(1e-37)
 NO_BONUS, GREEDY, SAMPLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 HIGH, PLACE, TOTAL, MASS, PRODUCT = (tl.constexpr(i) for i in range(5))  # what the first kernel leaves of a tile
-FIGURES = 7  # the columns of `losses.Figures`
-COLUMNS = tl.constexpr(FIGURES)
+NUM_COLUMNS = len(PredictionStats._fields)
+COLUMNS = tl.constexpr(NUM_COLUMNS)
 
 
 def rows_at_once(vocab: int, bytes_each: int) -> int:
@@ -33,33 +35,32 @@ def rows_at_once(vocab: int, bytes_each: int) -> int:
     return max(BLOCK_ROWS, BYTES // (vocab * bytes_each))
 
 
-def fused_chunk(
+def chunk(
     hidden_nH: Tensor,
     head_VH: Tensor,
-    teacher: tuple[Tensor, Tensor, Tensor],
+    teacher: Teacher,
     rows_n: Tensor,
     base_n: Tensor,
     bonus_n: Tensor | None,
-    mix: tuple[float, float, int, int],
+    options: LossOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Figures fp32 [n, C], and the gradient of the loss with respect to the logits, [n, V] in the dtype of `hidden`.
-
-    `teacher`: probabilities [P, V], argmax as a draft id [P], and whether it has one [P]; `mix` as `losses.Mix`.
+    """Columns of `PredictionStats`, fp32 [n, C], and the gradient of the loss over the logits, [n, V] in the dtype of
+    `hidden`.
     """
     probs, best, inside = teacher
     number, vocab = len(hidden_nH), len(head_VH)
     tiles = -(-vocab // BLOCK_VOCAB)
     logits = torch.empty(number, vocab, dtype=hidden_nH.dtype, device=hidden_nH.device)
     partial = torch.empty(5, number, tiles, dtype=torch.float32, device=hidden_nH.device)
-    figures = torch.empty(number, FIGURES, dtype=torch.float32, device=hidden_nH.device)
+    stats = torch.empty(number, NUM_COLUMNS, dtype=torch.float32, device=hidden_nH.device)
     if not number:
-        return figures, logits
+        return stats, logits
     blocks: dict[str, Any] = {"BR": BLOCK_ROWS, "BV": BLOCK_VOCAB, "BH": BLOCK_HIDDEN}
     inputs = (hidden_nH.contiguous(), head_VH.contiguous(), probs, rows_n)
     _logit_tiles[(triton.cdiv(number, BLOCK_ROWS), tiles)](
         *inputs, logits, partial, number, vocab, hidden_nH.shape[1], tiles, **blocks
     )
-    kl, acceptance, temperature, fan_out = mix
+    cross_entropy, total_variation, temperature, fan_out = options
     kind = NO_BONUS if bonus_n is None else SAMPLED if temperature else GREEDY
     chosen = (
         rows_n,
@@ -74,9 +75,9 @@ def fused_chunk(
         "BONUS": kind,
     }
     _row_losses[(number,)](
-        logits, partial, probs, *chosen, figures, number, vocab, tiles, kl, acceptance, fan_out, **sizes
+        logits, partial, probs, *chosen, stats, number, vocab, tiles, cross_entropy, total_variation, fan_out, **sizes
     )
-    return figures, logits
+    return stats, logits
 
 
 @triton.jit
@@ -124,20 +125,18 @@ def _row_losses(
     inside,
     bases,
     bonuses,
-    figures,
+    stats,
     n,
     V,
     tiles,
-    kl,
-    acceptance,
+    cross_entropy,
+    total_variation,
     fan_out,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
     BONUS: tl.constexpr,
 ):
-    """Figures of one row, and its gradient over its logits. Formulas: `losses._chunk`, `_bonus_greedy`,
-    `_bonus_sampled`.
-    """
+    """Statistics of one row, and its gradient over its logits. Formulas: `closed_form`."""
     i = tl.program_id(0).to(tl.int64)
     z_V, p_V = logits + i * V, probs + tl.load(rows + i) * V
     t, at = tl.load(best + i), tl.arange(0, TILES)
@@ -178,8 +177,8 @@ def _row_losses(
             lost += tl.sum(rejected * tl.log(tl.maximum(1.0 - q, TINY)), 0)
     rest = tl.maximum(rest, TINY)
     rank = tl.where(has_target, above, V * 1.0)
-    of_p = base * kl
-    of_below = base * acceptance
+    of_p = base * cross_entropy
+    of_below = base * total_variation
     of_q = of_p * mass + of_below * below
     value = 0.0
     counts = has_target & (rank > 0)
@@ -211,7 +210,7 @@ def _row_losses(
             )
         tl.store(z_V + v, grad.to(logits.dtype.element_ty), mask=known)
 
-    to = figures + i * COLUMNS
+    to = stats + i * COLUMNS
     tl.store(to, mass * log_normaliser - product)
     tl.store(to + 1, 1.0 - common)
     tl.store(to + 2, tl.where(rank == 0, 1.0, 0.0))

@@ -1,8 +1,8 @@
-"""Attention of many drafting states at once: each sees keys of its own and, far behind them, those of a packed row it
-shares with others.
+"""Attention over a shared prefix: many drafting states, each with a few keys of its own behind those of the packed row
+that it shares with others.
 
 Shapes: B rows, T positions, R states, N query heads, M key-value heads, G = N / M, D head dimension, I own keys of a
-state, L lines.
+state, L lines of the grid.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def grid_of(row_R: Tensor, num_rows: int) -> Grid:
     return Grid(row_R, cell, (num_rows, int(counts.max())))
 
 
-def attend_near_and_far(
+def attend_shared_prefix(
     query_RND: Tensor,
-    far_keys_BMDT: Tensor,
-    far_values_BMTD: Tensor,
+    prefix_keys_BMDT: Tensor,
+    prefix_values_BMTD: Tensor,
     visible_RT: Tensor,
-    near_keys_RIMD: Tensor,
-    near_values_RIMD: Tensor,
+    own_keys_RIMD: Tensor,
+    own_values_RIMD: Tensor,
     seen_RI: Tensor,
     grid: Grid,
 ) -> Tensor:
     """One softmax over the visible keys of the state's row and its own; [R, N, D]."""
     count, heads, dim = query_RND.shape
-    groups, length = far_keys_BMDT.shape[1], far_keys_BMDT.shape[3]
+    groups, length = prefix_keys_BMDT.shape[1], prefix_keys_BMDT.shape[3]
     query = query_RND.view(count, groups, -1, dim) * dim**-0.5
     lines, cells = grid.shape
     at = (grid.row_R, slice(None), slice(None), grid.cell_R)
@@ -58,11 +58,11 @@ def attend_near_and_far(
     def out_of_grid(x_BMLX: Tensor) -> Tensor:
         return x_BMLX.unflatten(2, (-1, cells))[at]
 
-    far = out_of_grid(in_grid(query) @ far_keys_BMDT)
-    near = torch.einsum("rmgd,rimd->rmgi", query, near_keys_RIMD)
+    to_prefix = out_of_grid(in_grid(query) @ prefix_keys_BMDT)
+    to_own = torch.einsum("rmgd,rimd->rmgi", query, own_keys_RIMD)
     hidden = ~torch.cat((visible_RT, seen_RI), dim=-1)[:, None, None]
-    scores = torch.cat((far, near), dim=-1).float().masked_fill_(hidden, -torch.inf)
-    weights = scores.softmax(-1).to(far_values_BMTD.dtype)
-    mixed = out_of_grid(in_grid(weights[..., :length]) @ far_values_BMTD)
-    mixed = mixed + torch.einsum("rmgi,rimd->rmgd", weights[..., length:], near_values_RIMD)
+    scores = torch.cat((to_prefix, to_own), dim=-1).float().masked_fill_(hidden, -torch.inf)
+    weights = scores.softmax(-1).to(prefix_values_BMTD.dtype)
+    mixed = out_of_grid(in_grid(weights[..., :length]) @ prefix_values_BMTD)
+    mixed = mixed + torch.einsum("rmgi,rimd->rmgd", weights[..., length:], own_values_RIMD)
     return mixed.reshape(count, heads, dim)

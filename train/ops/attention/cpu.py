@@ -1,8 +1,8 @@
-"""The softmax between two matrix products of attention, with its gradient, compiled for CPUs: only the slots that a
-query sees are touched.
+"""The softmax between two matrix products of attention, with its gradient, compiled for CPUs by numba: only the slots
+that a query sees are touched.
 
 A query sees a run of slots, whose scores against it a product has left in a row of `far`, and a few keys of its own,
-which are read here. The plain twins stand in `train.ops.anchor_attention`, with the shapes: B rows, M key-value heads,
+which are read here. `reference` has the same two functions in plain torch. Shapes: B rows, M key-value heads,
 R = G A Q queries of a head (G heads that share it, A anchors, Q queries of an anchor), D head dimension, T slots, I
 own keys of an anchor. bf16 or fp32, arithmetic in fp32.
 """
@@ -31,6 +31,7 @@ from infer.kernels.numba_scalars import (
     to_order,
     widen_bf16,
 )
+from train.ops.attention.span import Span
 
 
 def available(x: Tensor) -> bool:
@@ -43,45 +44,40 @@ def softmax(
     far_BMRT: Tensor,
     own_k_BAIMD: Tensor,
     own_v_BAIMD: Tensor,
-    start_BA: Tensor,
-    stop_BA: Tensor,
-    own_BAQI: Tensor | None,
+    span: Span,
 ) -> tuple[Tensor, Tensor]:
     """Scores `far` become weights in place, zero where nothing is seen. Returns what the own keys add to the output
     [B, M, R, D], and the logarithms of the sums, fp32 [B, M, R].
     """
     near = torch.empty_like(q_BMRD)
     normaliser = torch.empty(q_BMRD.shape[:3], dtype=torch.float32)
-    seen = _seen(own_BAQI, own_k_BAIMD)
-    tensors = (q_BMRD, far_BMRT, own_k_BAIMD, own_v_BAIMD, start_BA, stop_BA, seen, near, normaliser)
+    seen = _seen(span.own, own_k_BAIMD)
+    tensors = (q_BMRD, far_BMRT, own_k_BAIMD, own_v_BAIMD, span.start, span.stop, seen, near, normaliser)
     _KERNELS[q_BMRD.dtype].softmax(*_addresses(*tensors), *_sizes(q_BMRD, far_BMRT, seen))
     return near, normaliser
 
 
 def softmax_gradient(
-    q_BMRD: Tensor,
-    grad_BMRD: Tensor,
-    output_BMRD: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor],
     far_BMRT: Tensor,
     far_grad_BMRT: Tensor,
     own_k_BAIMD: Tensor,
     own_v_BAIMD: Tensor,
     normaliser_BMR: Tensor,
-    start_BA: Tensor,
-    stop_BA: Tensor,
-    own_BAQI: Tensor | None,
+    span: Span,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scores `far` become weights and `far_grad`, the gradients of the weights, gradients of the scores, both in
     place.
 
-    Returns the own keys' part of q's gradient [B, M, R, D], and the gradients of own keys and values, fp32 [B, A, I,
-    M, D].
+    `rows` are q, the output's gradient and the output, [B, M, R, D] each. Returns the own keys' part of q's gradient
+    [B, M, R, D], and the gradients of own keys and values, fp32 [B, A, I, M, D].
     """
+    q_BMRD, grad_BMRD, output_BMRD = rows
     to_q = torch.empty_like(q_BMRD)
     to_k, to_v = (torch.zeros(own_k_BAIMD.shape, dtype=torch.float32) for _ in range(2))
-    seen = _seen(own_BAQI, own_k_BAIMD)
+    seen = _seen(span.own, own_k_BAIMD)
     tensors = (q_BMRD, grad_BMRD, output_BMRD, far_BMRT, far_grad_BMRT, own_k_BAIMD, own_v_BAIMD, normaliser_BMR)
-    tensors += (start_BA, stop_BA, seen, to_q, to_k, to_v)
+    tensors += (span.start, span.stop, seen, to_q, to_k, to_v)
     _KERNELS[q_BMRD.dtype].gradient(*_addresses(*tensors), *_sizes(q_BMRD, far_BMRT, seen))
     return to_q, to_k, to_v
 

@@ -1,10 +1,10 @@
-"""Norm, gated activation and rotation with their gradients on CPU, compiled by numba: one pass over memory each, where
-autograd takes ten.
+"""RMS norm, gated activation and rotation with their gradients on CPU, compiled by numba: one pass over memory each,
+where autograd takes ten.
 
 A training step of a small drafter spends more time in these than in its matrix products. bf16 or fp32 in and out,
-arithmetic in fp32; what these kernels do not take goes through torch (`available`).
+arithmetic in fp32; `available` says what the kernels take.
 
-R rows, H row width, D head size.
+R rows, H row width, N heads, D head size.
 """
 
 from __future__ import annotations
@@ -37,18 +37,8 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-rotation of [..., N, D] by fp32 tables [..., 1, D] whose halves are equal; the leading sizes are the same."""
+    """Half-rotation of [..., N, D] by fp32 tables [..., D] whose halves are equal; the leading sizes are the same."""
     return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return]
-
-
-def add_to(total: Tensor, part: Tensor) -> None:
-    """total += part. Where fp32 takes bf16, without the copy in fp32 that torch makes first."""
-    if total.device.type != "cpu" or (total.dtype, part.dtype) != (torch.float32, torch.bfloat16):
-        total += part
-        return
-    assert total.shape == part.shape and total.is_contiguous(), (total.shape, part.shape, total.stride())
-    part = part.contiguous()
-    _add_bf16(total.data_ptr(), part.data_ptr(), total.numel())
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -92,15 +82,15 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1.0)
+        return _rotated(x, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        return _turned(grads[0], cos, sin, -1.0), None, None
+        return _rotated(grads[0], cos, sin, -1.0), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
     out, heads, size = torch.empty_like(x), x.shape[-2], x.shape[-1]
     rows = x.numel() // (heads * size)
@@ -204,13 +194,6 @@ def _build(element: Any, widen: Any, narrow: Any) -> _Kernels:
                     out_RND[r, n, half + d] = narrow(high * c + low * s)
 
     return _Kernels(norm, norm_back, silu_mul, silu_mul_back, rotate)
-
-
-@njit(cache=True, **FAST)
-def _add_bf16(total: int, part: int, count: int) -> None:
-    totals, parts = carray(pointer(total), (count,), np.float32), carray(pointer(part), (count,), np.uint16)
-    for i in range(count):
-        totals[i] += widen_bf16(parts[i])
 
 
 _KERNELS = {

@@ -1,7 +1,7 @@
-"""A Llama decoder layer in a third of the operations, put in the place of transformers' own at load
-(`drafters.targets.target`), and of the drafter's in serving (`infer.draft.model`).
+"""A Llama decoder layer in a third of the operations: projections fused, small operations compiled.
 
-The arithmetic is the layer's; it rounds fewer intermediate results to the model's dtype.
+Put in the place of transformers' own layer at load (`drafters.targets.target`), and of the drafter's in serving
+(`infer.draft.model`). The arithmetic is the layer's; it rounds fewer intermediate results to the model's dtype.
 
 B batch, S rows, H hidden size, N query heads, M key/value heads, D head size.
 """
@@ -9,28 +9,34 @@ B batch, S rows, H hidden size, N query heads, M key/value heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from infer.kernels.attention.paged import AttentionContext, PagedContext
-from infer.kernels.decoder_layer import cpu as cpu_rows
+from infer.kernels.attention.context import AttentionContext
+from infer.kernels.attention.paged import PagedContext
+from infer.kernels.decoder_layer import op
+from infer.kernels.decoder_layer.reference import rotate
 from infer.kernels.linear.packed import PackedLinear, is_plain
 
 SUPPORTED = ("LlamaDecoderLayer",)
 
 
-class RmsNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, in fp32, rounded once."""
+class Norm(NamedTuple):
+    """An RMS norm: its weight [H], without gradient, and its epsilon."""
 
-    def __init__(self, weight_H: Tensor, eps: float) -> None:
-        super().__init__()
-        self.eps, self.weight = eps, weight_H.detach()
+    weight: Tensor
+    eps: float
 
-    def forward(self, x: Tensor) -> Tensor:
+    @staticmethod
+    def of(weight_H: Tensor, eps: float) -> Norm:
+        """From a model's parameter, which stays as it is."""
+        return Norm(weight_H.detach(), eps)
+
+    def __call__(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
-        return cpu_rows.norm(x, self.weight, self.eps)
+        return op.rms_norm(x, self.weight, self.eps)
 
 
 class FusedDecoderLayer(nn.Module):
@@ -43,7 +49,7 @@ class FusedDecoderLayer(nn.Module):
         layer_idx: int,
         head_dim: int,
         scale: float,
-        norms: Sequence[RmsNorm],
+        norms: Sequence[Norm],
         attention: Sequence[Any],
         mlp: Sequence[Any],
     ) -> None:
@@ -64,7 +70,7 @@ class FusedDecoderLayer(nn.Module):
         """From a layer of transformers' Llama."""
         attention, mlp = layer.self_attn, layer.mlp
         norms = [
-            RmsNorm(n.weight, n.variance_epsilon) for n in (layer.input_layernorm, layer.post_attention_layernorm)
+            Norm.of(n.weight, n.variance_epsilon) for n in (layer.input_layernorm, layer.post_attention_layernorm)
         ]
         return FusedDecoderLayer(
             attention.layer_idx,
@@ -82,34 +88,25 @@ class FusedDecoderLayer(nn.Module):
         return self.forward_normed(hidden_states, self.input_norm(hidden_states), position_embeddings, context)
 
     def forward_normed(
-        self, residual: Tensor, normed: Tensor, turn: tuple[Tensor, Tensor], context: AttentionContext
+        self, residual: Tensor, normed: Tensor, cos_sin: tuple[Tensor, Tensor], context: AttentionContext
     ) -> Tensor:
-        """The layer after its first norm: `normed` [B, S, X] is what the projections read, `residual` [B, S, H] what
-        is added to.
+        """The layer after its first norm: `normed` [B, S, X] is what the projections read, `residual` [B, S, H] is
+        what the results are added to, `cos_sin` are the rotary tables [B, S, D].
         """
         qkv = self.qkv(normed)
         if isinstance(context, PagedContext) and context.in_rows:
-            mixed = context.attend_rows(self.layer_idx, qkv, context.turn(*turn), self.scale)
+            mixed = context.attend_rows(self.layer_idx, qkv, context.widened(*cos_sin), self.scale)
         else:
             heads_BSND = qkv.unflatten(-1, (-1, self.head_dim))
-            turned = rotate(heads_BSND[..., : self.num_queries + self.num_keys, :], *turn)
+            rotated = rotate(heads_BSND[..., : self.num_queries + self.num_keys, :], *cos_sin)
             query, key = (
-                turned[..., : self.num_queries, :].transpose(1, 2),
-                turned[..., self.num_queries :, :].transpose(1, 2),
+                rotated[..., : self.num_queries, :].transpose(1, 2),
+                rotated[..., self.num_queries :, :].transpose(1, 2),
             )
             value = heads_BSND[..., self.num_queries + self.num_keys :, :].transpose(1, 2)
             mixed = context.attend(self.layer_idx, query, key, value, self.scale).flatten(-2)
-        hidden, normed = cpu_rows.add_norm(residual, self.out(mixed), self.mlp_norm.weight, self.mlp_norm.eps)
-        return self.down.add_to(cpu_rows.silu_mul(self.gate_up(normed)), hidden)
-
-
-def rotate(x_BSND: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> Tensor:
-    """Half-rotation by position: x * cos + [-second half, first half] * sin, with one roll instead of two slices and a
-    cat.
-    """
-    half = x_BSND.shape[-1] // 2
-    signed = torch.cat([-sin_BSD[..., :half], sin_BSD[..., half:]], dim=-1)[:, :, None]
-    return torch.addcmul(x_BSND * cos_BSD[:, :, None], x_BSND.roll(half, -1), signed).to(x_BSND.dtype)
+        hidden, normed = op.add_norm(residual, self.out(mixed), self.mlp_norm.weight, self.mlp_norm.eps)
+        return self.down.add_to(op.silu_mul(self.gate_up(normed)), hidden)
 
 
 def fits(layer: Any) -> bool:

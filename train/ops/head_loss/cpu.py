@@ -1,15 +1,15 @@
-"""The head's losses for a few rows of logits on CPU, compiled by numba: figures and gradient of a row while it is in
-the cache.
+"""The head's losses of rows of logits on CPU, compiled by numba: statistics and gradient of a row while it is in the
+cache.
 
-What each number means stands in `train.objective.losses`, whose `_chunk` is the plain twin. bf16 or fp32 logits, whose
-place the gradient takes; arithmetic in fp32. Drafting at temperature 1 in the bonus loss is not done here.
+bf16 or fp32 logits, whose place the gradient takes; arithmetic in fp32. `reference` has the definitions. Drafting at
+temperature 1 in the bonus loss is not done here.
 
-n rows, V draft vocabulary, P positions with a teacher.
+n rows, H hidden, V draft vocabulary, P positions with a teacher.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from numba import njit
 from numba.np.numpy_support import carray
 from torch import Tensor
+from torch.nn import functional as F
 
 from infer.kernels.numba_scalars import (
     FAST,
@@ -32,17 +33,10 @@ from infer.kernels.numba_scalars import (
     widen_bf16,
     widen_fp16,
 )
+from train.ops.head_loss.terms import LossOptions, PredictionStats, Teacher
 
-COLUMNS = 7  # of the figures: kl, rejection, correct, listed, found, missing, bonus
-
-
-class Weights(NamedTuple):
-    """kl and acceptance of the base loss; whether the bonus loss is trained; the F that outcomes are counted by."""
-
-    kl: float
-    acceptance: float
-    bonus: bool
-    fan_out: int
+COLUMNS = len(PredictionStats._fields)
+ROWS = 1024  # each stays in the cache by itself; fewer at a time would add to the head's gradient more often
 
 
 def available(logits: Tensor, probs: Tensor) -> bool:
@@ -50,27 +44,42 @@ def available(logits: Tensor, probs: Tensor) -> bool:
     return logits.device.type == "cpu" and probs.device.type == "cpu" and (logits.dtype, probs.dtype) in _KERNELS
 
 
-def loss_rows(
-    logits_nV: Tensor,
-    probs_PV: Tensor,
-    rows_n: Tensor,
-    best_n: Tensor,
-    inside_n: Tensor,
-    scales_n2: Tensor,
-    weights: Weights,
-) -> Tensor:
-    """Figures fp32 [n, 7]; the gradient of the loss takes the place of `logits`.
+def rows_at_once(vocab: int, bytes_each: int) -> int:
+    """How many rows of logits to hold at a time."""
+    del vocab, bytes_each
+    return ROWS
 
-    `probs[rows]` are the teacher's probabilities, `best` and `inside` belong to the n rows; `scales` are what base and
-    bonus loss of a row are multiplied with, fp32.
+
+def chunk(
+    hidden_nH: Tensor,
+    head_VH: Tensor,
+    teacher: Teacher,
+    rows_n: Tensor,
+    base_n: Tensor,
+    bonus_n: Tensor | None,
+    options: LossOptions,
+) -> tuple[Tensor, Tensor]:
+    """Columns of `PredictionStats`, fp32 [n, C], and the gradient of the loss over the logits, [n, V] in the dtype of
+    `hidden`.
     """
+    logits = F.linear(hidden_nH, head_VH)
+    return of_logits(logits, teacher, rows_n, base_n, bonus_n, options), logits
+
+
+def of_logits(
+    logits_nV: Tensor, teacher: Teacher, rows_n: Tensor, base_n: Tensor, bonus_n: Tensor | None, options: LossOptions
+) -> Tensor:
+    """Columns of `PredictionStats`, fp32 [n, C]; the gradient of the loss takes the place of `logits`."""
     n, vocab = logits_nV.shape
-    figures = torch.empty(n, COLUMNS)
-    tensors = (logits_nV, probs_PV, rows_n, best_n, inside_n, scales_n2, figures)
-    assert all(t.is_contiguous() for t in tensors) and scales_n2.dtype == torch.float32, [t.stride() for t in tensors]
-    addresses = [t.data_ptr() for t in tensors]
-    _KERNELS[logits_nV.dtype, probs_PV.dtype](*addresses, n, vocab, len(probs_PV), *weights)
-    return figures
+    stats = torch.empty(n, COLUMNS)
+    scales = torch.stack((base_n, torch.zeros_like(base_n) if bonus_n is None else bonus_n), dim=1).float()
+    own = (teacher.best[rows_n], teacher.inside[rows_n])
+    tensors = (logits_nV, teacher.probs, rows_n, *own, scales, stats)
+    assert all(t.is_contiguous() for t in tensors), [t.stride() for t in tensors]
+    weights = (options.cross_entropy, options.total_variation, bonus_n is not None, options.fan_out)
+    kernel = _KERNELS[logits_nV.dtype, teacher.probs.dtype]
+    kernel(*(t.data_ptr() for t in tensors), n, vocab, len(teacher.probs), *weights)
+    return stats
 
 
 def probabilities(logits_nV: Tensor, normaliser_n: Tensor, out_nV: Tensor) -> None:
@@ -168,12 +177,12 @@ def _build(element: Any, widen: Any, narrow: Any, prob_element: Any, widen_prob:
         best: int,
         inside: int,
         scales: int,
-        figures: int,
+        stats: int,
         n: int,
         vocab: int,
         positions: int,
-        kl: float,
-        acceptance: float,
+        cross_entropy: float,
+        total_variation: float,
         trains_bonus: bool,
         fan_out: int,
     ) -> None:
@@ -183,7 +192,7 @@ def _build(element: Any, widen: Any, narrow: Any, prob_element: Any, widen_prob:
         )
         row_n, best_n = carray(pointer(row), (n,), np.int64), carray(pointer(best), (n,), np.int64)
         inside_n, scales_n2 = carray(pointer(inside), (n,), np.bool_), carray(pointer(scales), (n, 2), np.float32)
-        figures_nC = carray(pointer(figures), (n, 7), np.float32)
+        stats_nC = carray(pointer(stats), (n, 7), np.float32)
         work_2V = np.empty((2, vocab), np.float32)
         one = np.float32(1.0)
         for i in range(n):
@@ -195,7 +204,7 @@ def _build(element: Any, widen: Any, narrow: Any, prob_element: Any, widen_prob:
             common, below = overlaps(work_2V, share)
             rank = above if inside_n[i] else np.float32(vocab)
             base, bonus = scales_n2[i, 0], scales_n2[i, 1]
-            of_p, of_below = base * np.float32(kl), base * np.float32(acceptance)
+            of_p, of_below = base * np.float32(cross_entropy), base * np.float32(total_variation)
             of_q, value, top = of_p * mass + of_below * below, np.float32(0.0), target
             counts = trains_bonus and inside_n[i] and rank > 0
             if counts:
@@ -214,13 +223,13 @@ def _build(element: Any, widen: Any, narrow: Any, prob_element: Any, widen_prob:
                 z_V[target] = narrow(
                     of_q * q_t - of_p * p_t - of_below * (q_t if q_t < p_t else np.float32(0.0)) - bonus
                 )
-            figures_nC[i, 0] = mass * log_normaliser - product
-            figures_nC[i, 1] = one - common
-            figures_nC[i, 2] = rank == 0
-            figures_nC[i, 3] = rank < fan_out
-            figures_nC[i, 4] = rank >= 1 and rank <= fan_out
-            figures_nC[i, 5] = max(one - mass, np.float32(0.0))
-            figures_nC[i, 6] = value
+            stats_nC[i, 0] = mass * log_normaliser - product
+            stats_nC[i, 1] = one - common
+            stats_nC[i, 2] = rank == 0
+            stats_nC[i, 3] = rank < fan_out
+            stats_nC[i, 4] = rank >= 1 and rank <= fan_out
+            stats_nC[i, 5] = max(one - mass, np.float32(0.0))
+            stats_nC[i, 6] = value
 
     return rows
 

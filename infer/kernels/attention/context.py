@@ -1,0 +1,63 @@
+"""How a transformers model gets its attention from here: `attend_in_context`, and the context that each forward is
+given.
+
+`attend_in_context` has the signature of transformers' attention functions (`drafters.targets.target` registers it);
+the keyword argument `context`, given to the model's forward, says what a query row may see. Two contexts exist:
+`paged.PagedContext` (serving: rows of several requests behind each other, keys in a pool) and `DocumentContext`
+(features: packed rows, attention stays inside a document).
+
+B batch, T positions, R rows, N query heads, M key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from infer.kernels.attention.sdpa import as_bias
+
+
+class AttentionContext(Protocol):
+    """What a model's forward is given as `context=`: computes one layer's attention."""
+
+    def attend(self, layer: int, query_1NRD: Tensor, key_1MRD: Tensor, value_1MRD: Tensor, scale: float) -> Tensor:
+        """Return the attended values, [batch, rows, N, D]."""
+        ...
+
+
+@dataclass(frozen=True)
+class DocumentContext:
+    """Attention inside packed rows [B, T]: a position sees the earlier ones of its own document."""
+
+    document_ids_BT: Tensor
+
+    def attend(self, layer: int, query_1NRD: Tensor, key_1MRD: Tensor, value_1MRD: Tensor, scale: float) -> Tensor:
+        """See `AttentionContext.attend`; here the batch is B."""
+        ids = self.document_ids_BT
+        visible = (ids[:, :, None] == ids[:, None, :]).tril()[:, None]
+        bias = as_bias(visible, query_1NRD.dtype)
+        out = F.scaled_dot_product_attention(
+            query_1NRD, key_1MRD, value_1MRD, attn_mask=bias, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+
+
+def attend_in_context(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    context: AttentionContext,
+    **extra: object,
+) -> tuple[Tensor, None]:
+    """The attention function of a transformers layer: hands its rotated rows to the forward's context."""
+    unknown = {name: extra[name] for name in ("sliding_window", "softcap", "s_aux") if extra.get(name) is not None}
+    assert not unknown, f"attention with {unknown} is not computed here; drafters.targets.target refuses such targets"
+    return context.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""The small operations of a decoder layer, with gradients."""
