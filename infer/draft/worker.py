@@ -125,15 +125,15 @@ class DraftWorker:
         """
         pool, tokens = self.model.blocks, admit.tokens
         most = (len(tokens) - 2) // pool.block_size if self.plan.prefix_cache else 0
-        found = pool.find(tokens[0], tokens[1:], most)
-        pool.hold(found)
+        found = pool.match_prefix(tokens[0], tokens[1:], most)
+        pool.incref(found)
         needed = pool.blocks_for(admit.max_tokens + self.plan.scratch_tokens)
         new = pool.allocate(needed - len(found), after=found[-1] if found else None)
         assert new is not None, (
             f"the drafter's pool is full: {len(self.requests)} requests hold {pool.num_blocks - pool.num_free} blocks"
         )
         pending = admit.features_SH[len(found) * pool.block_size :]
-        chain = pool.identity(found[-1]) if found else tokens[0]
+        chain = pool.block_hash(found[-1]) if found else tokens[0]
         request = DraftRequest(
             admit.request, list(tokens), admit.sampling, (*found, *new), admit.max_tokens, pending, admit.prompt_tokens
         )
@@ -177,7 +177,7 @@ class DraftWorker:
                 request.blocks[request.published],
                 request.tokens[start + 1 : start + 1 + pool.block_size],
             )
-            request.chain = pool.publish(block, request.chain, embedded)
+            request.chain = pool.cache_block(block, request.chain, embedded)
             request.published += 1
 
     def _look_up(self, outcome: Outcome) -> Source:

@@ -119,7 +119,7 @@ class Scheduler:
         seat.computed, size = computed, self.pool.block_size
         while (seat.published + 1) * size <= computed:
             start = seat.published * size
-            seat.chain = self.pool.publish(
+            seat.chain = self.pool.cache_block(
                 seat.blocks[seat.published], seat.chain, seat.request.tokens[start : start + size]
             )
             seat.published += 1
@@ -160,8 +160,8 @@ class Scheduler:
         most = (
             (len(tokens) - 1) // self.pool.block_size if self.prefix_cache else 0
         )  # the newest token has to be computed
-        found = self.pool.find(ROOT, tokens, most)
-        self.pool.hold(found)
+        found = self.pool.match_prefix(ROOT, tokens, most)
+        self.pool.incref(found)
         count = self.pool.blocks_for(len(tokens)) - len(found)
         room = self.pool.blocks_for(request.max_tokens) - len(found)
         new = (
@@ -172,7 +172,7 @@ class Scheduler:
         if new is None:
             self.pool.free(found)
             return False
-        computed, chain = len(found) * self.pool.block_size, self.pool.identity(found[-1]) if found else ROOT
+        computed, chain = len(found) * self.pool.block_size, self.pool.block_hash(found[-1]) if found else ROOT
         self.running[request.id] = Seat(request, (*found, *new), computed, len(found), chain)
         return True
 

@@ -116,7 +116,7 @@ def test_a_prompt_that_was_there_before_is_computed_from_its_last_full_block_on(
         assert drain(engine)["again"].new_tokens == alone
         if mode is not Mode.AR:
             worker = engine.drafting._channel.worker  # type: ignore[union-attr]
-            found = worker.model.blocks.find(prompt[0], prompt[1:], 9)
+            found = worker.model.blocks.match_prefix(prompt[0], prompt[1:], 9)
             assert len(found) == (length - 1) // BLOCK, (
                 "the drafter keeps what the target keeps: full blocks of true slots"
             )
@@ -131,7 +131,7 @@ def test_a_second_turn_hits_on_both_sides_and_changes_no_token(
         first = _answer(engine, prompts[6], params)
         second = [*first.tokens, 7, 8, 9]
         worker = engine.drafting._channel.worker  # type: ignore[union-attr]
-        pools = (engine.runner.blocks.find("prompt", second, 9), worker.model.blocks.find(second[0], second[1:], 9))
+        pools = (engine.runner.blocks.match_prefix("prompt", second, 9), worker.model.blocks.match_prefix(second[0], second[1:], 9))
         assert [len(found) for found in pools] == [3, 3], "40 + 24 tokens: 63 were computed, so three full blocks"
         cached = _answer(engine, second, params)
     with _engine(pair, prefix_cache=False) as engine:

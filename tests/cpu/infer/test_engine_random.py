@@ -227,7 +227,7 @@ def test_the_simulation_finds_keys_that_were_never_written() -> None:
         advance(seat, computed)
         if (seat.published + 1) * 4 <= len(seat.request.tokens) and seat.published * 4 >= computed - 3:
             tokens = seat.request.tokens[seat.published * 4 : seat.published * 4 + 4]
-            seat.chain = scheduler.pool.publish(seat.blocks[seat.published], seat.chain, tokens)
+            seat.chain = scheduler.pool.cache_block(seat.blocks[seat.published], seat.chain, tokens)
             seat.published += 1
 
     scheduler.advance = too_early  # type: ignore[method-assign]

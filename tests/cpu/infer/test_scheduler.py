@@ -149,7 +149,7 @@ def test_nothing_is_found_before_its_keys_are_written() -> None:
     for name in "ab":
         scheduler.submit(_request(name, 40, 99))
     scheduler.schedule()
-    assert all(scheduler.pool.find("prompt", _request("x", 40, 99).tokens, 2) == [] for _ in "x")
+    assert all(scheduler.pool.match_prefix("prompt", _request("x", 40, 99).tokens, 2) == [] for _ in "x")
     assert scheduler.running["b"].computed == 0
 
 
