@@ -1,4 +1,4 @@
-"""What the commands share: options whose mistakes get one line, a Ctrl-C that ends work between two steps, progress
+"""Shared by the commands: options with settings between them, Ctrl-C between two steps, messages on stderr
 (torch-free).
 """
 
@@ -25,7 +25,7 @@ class Parser(CommandParser):
     """Options of the commands, with `key=value` settings between them."""
 
     def add_recipe(self) -> None:
-        """The options that say what engine to build."""
+        """Add `--recipe` and the `key=value` settings, from which the engine is built."""
         self.add_argument(
             "--recipe",
             required=True,
@@ -38,7 +38,7 @@ class Parser(CommandParser):
         )
 
     def add_tracing(self) -> None:
-        """The options that show where the time of a round goes."""
+        """Add `--trace` and `--profile`, which show where the time of a round goes."""
         self.add_argument(
             "--trace",
             metavar="FILE",
@@ -47,7 +47,7 @@ class Parser(CommandParser):
         self.add_argument("--profile", metavar="DIR", help="profile the target's process with torch.profiler")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse, options and settings in any order."""
+        """Parse `argv`, with options and settings in any order. Raises `UserError` for an unknown option."""
         options, left = self.parse_known_intermixed_args(argv)
         if left:
             raise unknown_name(
@@ -59,7 +59,7 @@ class Parser(CommandParser):
 
 
 class Interrupt:
-    """Whether Ctrl-C was pressed, or SIGTERM came. Truthy once it did."""
+    """Truthy once Ctrl-C was pressed or SIGTERM came."""
 
     def __init__(self) -> None:
         self.pressed = False
@@ -70,8 +70,8 @@ class Interrupt:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """Inside, the first Ctrl-C or SIGTERM only sets the flag, so that no step of the engine is cut in two; the second
-    one interrupts.
+    """Inside, the first Ctrl-C or SIGTERM only sets the flag, so that it interrupts no step of the engine; the second
+    raises `KeyboardInterrupt`.
     """
     interrupt = Interrupt()
 
@@ -102,7 +102,7 @@ def progress_bar() -> Progress:
 
 @contextmanager
 def loading(text: str) -> Iterator[None]:
-    """A spinner with `text` while something loads, in place of the libraries' own bars."""
+    """Show a spinner with `text` while something loads; `transformers` shows no bars of its own."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -111,7 +111,7 @@ def loading(text: str) -> Iterator[None]:
 
 
 def note(line: str, style: str = "dim") -> None:
-    """A line beside the output, on stderr."""
+    """Print a line on stderr, beside the command's output."""
     stderr.print(line, style=style)
 
 
@@ -128,7 +128,7 @@ def make_directory(option: str, name: str) -> Path:
 
 
 def settings_help() -> str:
-    """The settings with their defaults, for `--help`."""
+    """The engine's settings with their defaults, for `--help`."""
     lines = ["settings (in the recipe, or as key=value on the command line; the last ones in a `serving:` block too):"]
     for name, field in sorted(EngineSettings.model_fields.items(), key=lambda f: f[0] in ServingSettings.model_fields):
         value = ",".join(field.default) if isinstance(field.default, tuple) else field.default

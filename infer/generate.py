@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 
 def answer_prompt(engine: Engine, options: argparse.Namespace, params: SamplingParams) -> int:
-    """Answer `--prompt`, `--n` times, one after another; the exit code."""
+    """Answer `--prompt`, `--n` times one after another. Returns the exit status."""
     answers: list[Completion] = []
     for number, own in enumerate(params.choices(options.n), start=1):
         if options.n > 1 and not options.json:
@@ -90,9 +90,7 @@ def answer_prompt(engine: Engine, options: argparse.Namespace, params: SamplingP
 
 
 def sampling_params(options: argparse.Namespace) -> SamplingParams:
-    """What the options ask of an answer. Raises `UserError` for values out of range and for grammars that cannot be
-    used.
-    """
+    """The sampling parameters that the options give. Raises `UserError` for a value out of range or a bad grammar."""
     from infer.engine.request import SamplingParams
     from infer.text.grammar import json_grammar, regex_grammar
 
@@ -108,7 +106,7 @@ def sampling_params(options: argparse.Namespace) -> SamplingParams:
 
 
 def _schema_text(value: str) -> str:
-    """The schema itself, or what the file of that name holds."""
+    """The value itself where it is a schema, else the content of the file of that name."""
     if value.lstrip().startswith("{"):
         return value
     try:
@@ -200,7 +198,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def complete(
     engine: Engine, messages: Sequence[Message], params: SamplingParams, on_text: Callable[[str], None]
 ) -> Completion:
-    """Let the engine answer `messages` and hand over its text while it comes; the first Ctrl-C cancels the answer."""
+    """Answer `messages`, passing new text to `on_text` after each round. The first Ctrl-C cancels the answer."""
     from data.chat.render import render_prompt
     from infer.evaluation.completion import Completion
     from infer.text.detokenize import AnswerText
@@ -230,7 +228,7 @@ def complete(
 
 
 def chat(engine: Engine, params: SamplingParams) -> None:
-    """Read a line, answer it, with all that was said before, until /quit or Ctrl-D."""
+    """Answer line after line, each with the whole conversation before it, until /quit or Ctrl-D."""
     if sys.stdin.isatty():
         import readline  # noqa: F401 - gives input() line editing and a history
 
@@ -244,7 +242,7 @@ def chat(engine: Engine, params: SamplingParams) -> None:
 
 
 def _turn(engine: Engine, messages: list[Message], params: SamplingParams) -> list[Message]:
-    """The conversation after one more answer; without the question where there was no answer."""
+    """The conversation with the answer appended; without the last message where there was no answer."""
     try:
         answer = complete(engine, messages, params, show)
     except UserError as error:
@@ -264,7 +262,7 @@ def _finish_line(answer: Completion) -> None:
 
 
 def _read_line() -> str | None:
-    """The next line of the user without blanks around it; empty after Ctrl-C, None after Ctrl-D."""
+    """The user's next line, stripped; empty after Ctrl-C, None after Ctrl-D."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:

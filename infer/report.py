@@ -83,7 +83,7 @@ def write_report(results: Mapping[str, Any], out: Path) -> Path:
 
 
 def render_page(results: Mapping[str, Any], plots: Mapping[str, str | None]) -> str:
-    """The page as HTML."""
+    """The report as HTML."""
     arguments, machine = results["arguments"], results["machine"]
     settings = results["runs"][0]["settings"]
     title = f"Speed of {results['target']['name']}"

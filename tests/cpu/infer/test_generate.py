@@ -36,7 +36,8 @@ def test_json_is_one_object_and_modes_agree(recipe: Path, capsys: pytest.Capture
     ask = ("--recipe", recipe, "--prompt", "Hello", "--max-new-tokens", 20)
     alone = json_of(capsys, *ask, "--mode", "ar")
     synchronous = json_of(capsys, *ask, "--mode", "sd", "lookahead=2")
-    fields = "text token_ids prompt_tokens new_tokens seconds tokens_per_second rounds tokens_per_round hit_rate finish_reason"
+    fields = "text token_ids prompt_tokens new_tokens seconds tokens_per_second rounds tokens_per_round hit_rate"
+    fields += " finish_reason"
     assert list(alone) == fields.split()
     target = target_of(recipe)
     assert alone["prompt_tokens"] == len(render_prompt([{"role": "user", "content": "Hello"}], target.tokenizer))
@@ -107,7 +108,8 @@ def test_answers_follow_a_regular_expression_or_a_schema(
 ) -> None:
     ask = ("--recipe", recipe, "--prompt", "Hi", "--max-new-tokens", 60, "--mode", "sd")
     assert re.fullmatch("[ab]{5}", json_of(capsys, *ask, "--regex", "[ab]{5}")["text"])
-    schema = '{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": false}'
+    properties = '"properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": false'
+    schema = f'{{"type": "object", {properties}}}'
     (tmp_path / "schema.json").write_text(schema)
     for given in (schema, tmp_path / "schema.json"):
         assert isinstance(json.loads(json_of(capsys, *ask, "--json-schema", given)["text"])["ok"], bool)

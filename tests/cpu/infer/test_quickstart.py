@@ -1,4 +1,4 @@
-"""Quickstart without the real model: its commands are valid, a finished training is used again, a failed one is said."""
+"""Quickstart without the real model: valid commands, reuse of a finished training, the message of a failed one."""
 
 from __future__ import annotations
 
