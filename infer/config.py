@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from drafters.base.serving import ServingSettings
 from drafters.base.settings import Alias
-from drafters.eagle3_ssd.serving import ServingSettings
 from drafters.targets.template import TemplateOptions
 
 

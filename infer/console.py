@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from drafters.base.errors import CommandParser, UserError, unknown_name
+from drafters.base.serving import ServingSettings
 from drafters.base.settings import Settings
-from drafters.eagle3_ssd.serving import ServingSettings
 from infer.config import EngineSettings
 
 stderr = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)

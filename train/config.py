@@ -15,8 +15,8 @@ from pydantic import (
     model_validator,
 )
 
+from drafters.base.serving import ServingSettings
 from drafters.base.settings import Alias, Settings
-from drafters.eagle3_ssd.serving import ServingSettings
 from drafters.targets.template import TemplateOptions
 
 NormSetting = Literal["none", "fixed", "learnt"]

@@ -14,8 +14,8 @@ from statistics import median
 
 import torch
 
+from drafters.base.serving import ServingSettings
 from drafters.eagle3_ssd.config import DrafterConfig
-from drafters.eagle3_ssd.serving import ServingSettings
 from train.config import Stage
 from train.costs.gpus import gpu_of_device
 from train.costs.plan import Forward, Product, flops, in_stage, products

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from drafters.eagle3_ssd.serving import ServingSettings
+from drafters.base.serving import ServingSettings
 from train.config import LossSettings
 
 MEMORY = 0.98  # what is left of a step's counts one step later: figures of the last 50 steps or so

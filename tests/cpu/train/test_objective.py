@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.eagle3_ssd.serving import ServingSettings
+from drafters.base.serving import ServingSettings
 from tests.cpu.train import small
 from tests.cpu.train.small import DRAFT_VOCAB, HIDDEN, TWO_ROWS, VOCAB, small_drafter
 from train.config import LossSettings, Stage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafters.eagle3_ssd.serving import ServingSettings
+from drafters.base.serving import ServingSettings
 from tests.cpu.train.small import small_config
 from train.config import Stage
 from train.costs.plan import Forward, Product, Replayed, flops, products

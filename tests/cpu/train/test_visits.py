@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from drafters.eagle3_ssd.serving import ServingSettings
+from drafters.base.serving import ServingSettings
 from drafters.eagle3_ssd.speed import staleness
 from train.config import LossSettings
 from train.objective.visits import Rates, depth_weights, rates, remember, visits
