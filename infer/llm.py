@@ -32,7 +32,7 @@ from infer.console import progress_bar
 from infer.engine.engine import Engine
 from infer.engine.request import FinishReason, Request, RequestOutput, SamplingParams
 from infer.evaluation.figures import hit_rate, tokens_per_round, tokens_per_second
-from infer.kernels.sampling.logprobs import TokenLogprob
+from infer.kernels.sampling.verdict import TokenLogprob
 from infer.launch import launch
 from infer.recipe import Recipe, mode_named, read_recipe
 from infer.text.detokenize import AnswerText

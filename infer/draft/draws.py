@@ -18,8 +18,9 @@ from infer.draft.model import DraftModel
 from infer.draft.plan import DraftPlan
 from infer.draft.state import DraftRequest, Paths, Prepared, Speculation
 from infer.kernels.sampling.adjust import adjust_logits, mask_logits
+from infer.kernels.sampling.keyed_random import Purpose, uniforms
 from infer.kernels.sampling.saguaro import tilt
-from infer.kernels.sampling.sample import Purpose, greedy_ids, process_logits, sample_from, uniforms
+from infer.kernels.sampling.sample import greedy_ids, process_logits, sample_from
 
 
 class Drawn(NamedTuple):

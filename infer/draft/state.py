@@ -20,7 +20,7 @@ from drafters.eagle3_ssd.outcomes import Branches, find
 from infer.draft.fallback import NgramIndex
 from infer.kernels.attention.paged import PagedRequest
 from infer.kernels.sampling.adjust import Text
-from infer.kernels.sampling.sample import Sampling
+from infer.kernels.sampling.params import Sampling
 from infer.text.grammar import GrammarState
 
 Paths = Sequence[Sequence[int]]  # of one request's rows: the tokens after its committed ones that a row follows

@@ -27,7 +27,7 @@ from infer.draft.state import Branching, DraftRequest, Prepared, Speculation
 from infer.engine.request import Source
 from infer.ipc.messages import Admit, Answer, FromDraft, Outcome, Ready, ToDraft
 from infer.kernels.attention.paged import PagedRequest
-from infer.kernels.sampling.sample import Sampling
+from infer.kernels.sampling.params import Sampling
 from infer.text.grammar import Grammars
 
 

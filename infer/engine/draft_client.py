@@ -18,7 +18,7 @@ from torch import Tensor
 from infer.engine.request import Request
 from infer.ipc.channel import Channel, PeerGone
 from infer.ipc.messages import Admit, Answer, FromDraft, Outcome, Ready, ToDraft
-from infer.kernels.sampling.accept import Verdict
+from infer.kernels.sampling.verdict import Verdict
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from infer.engine.scheduler import Scheduler, Seat, Work
 from infer.engine.target import Rows, TargetOutput, TargetRunner
 from infer.engine.verify import row_of, verify_rows
 from infer.ipc.messages import Answer
-from infer.kernels.sampling.accept import Proposal, Verdict
+from infer.kernels.sampling.verdict import Proposal, Verdict
 from infer.text.grammar import Grammars, Vocabulary
 
 NOTHING = Answer("", 0, Source.ALONE, ())

@@ -9,8 +9,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from drafters.base.errors import UserError
-from infer.kernels.sampling.logprobs import TokenLogprob
-from infer.kernels.sampling.sample import Sampling, derived_seed
+from infer.kernels.sampling.keyed_random import derived_seed
+from infer.kernels.sampling.params import Sampling
+from infer.kernels.sampling.verdict import TokenLogprob
 from infer.text.detokenize import AnswerText
 
 if TYPE_CHECKING:

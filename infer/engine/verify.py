@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from infer.engine.request import Request
-from infer.kernels.sampling.accept import Proposal, Verdict, accept, accept_greedy
+from infer.kernels.sampling.accept import accept, accept_greedy
 from infer.kernels.sampling.adjust import Text, adjust_logits, mask_logits
+from infer.kernels.sampling.keyed_random import Purpose, uniform
 from infer.kernels.sampling.logprobs import token_logprobs
-from infer.kernels.sampling.sample import Purpose, Sampling, greedy_ids, process_logits, uniform
+from infer.kernels.sampling.params import Sampling
+from infer.kernels.sampling.sample import greedy_ids, process_logits
+from infer.kernels.sampling.verdict import Proposal, Verdict
 
 if TYPE_CHECKING:
     from infer.text.grammar import GrammarState

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drafters.base.errors import UserError
 from infer.engine.request import Source
-from infer.kernels.sampling.sample import Sampling
+from infer.kernels.sampling.params import Sampling
 
 VERSION = 2
 _HEAD = struct.Struct("<II")

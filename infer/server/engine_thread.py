@@ -17,7 +17,7 @@ from infer.evaluation.figures import tokens_per_second
 if TYPE_CHECKING:
     from infer.engine.engine import Engine
     from infer.engine.request import FinishReason, RequestOutput, SamplingParams
-    from infer.kernels.sampling.logprobs import TokenLogprob
+    from infer.kernels.sampling.verdict import TokenLogprob
 
 log = logging.getLogger(__name__)
 REST = 1.0  # seconds between the checks that an idle engine makes of its draft process

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from infer.kernels.sampling.logprobs import TokenLogprob
+from infer.kernels.sampling.verdict import TokenLogprob
 from infer.text.detokenize import token_bytes
 
 

@@ -1,5 +1,5 @@
-"""Which drafted tokens the target keeps, and the token it adds (ssd.md, section 2; Leviathan et al. 2023, Chen et al.
-2023).
+"""Lossless verification: which drafted tokens the target keeps, and the bonus token it adds (infer/README.md, section
+2; Leviathan et al. 2023, Chen et al. 2023).
 
 K drafted tokens, L = K + 1 target distributions, V target vocabulary, D draft vocabulary.
 """
@@ -7,28 +7,12 @@ K drafted tokens, L = K + 1 target distributions, V target vocabulary, D draft v
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from infer.kernels.sampling.logprobs import TokenLogprob
 from infer.kernels.sampling.sample import sample_from
-
-
-class Proposal(NamedTuple):
-    """The distributions the drafted tokens were really drawn from, bit for bit."""
-
-    probs_KD: Tensor  # fp32, rows sum to 1
-    draft_to_target_D: Tensor  # int64, strictly increasing target ids of the draft vocabulary
-
-
-class Verdict(NamedTuple):
-    """The outcome of one verification: the first `num_accepted` drafted tokens stay, then comes `bonus_token`."""
-
-    num_accepted: int
-    bonus_token: int
-    logprobs: tuple[TokenLogprob, ...] = ()  # of these tokens, where the request asks for them
+from infer.kernels.sampling.verdict import Proposal, Verdict
 
 
 def accept_greedy(argmax_L: Sequence[int], drafted: Sequence[int]) -> Verdict:
@@ -37,30 +21,6 @@ def accept_greedy(argmax_L: Sequence[int], drafted: Sequence[int]) -> Verdict:
     while accepted < len(drafted) and drafted[accepted] == argmax_L[accepted]:
         accepted += 1
     return Verdict(accepted, argmax_L[accepted])
-
-
-def accept_reference(
-    target_probs_LV: Tensor,
-    drafted: Sequence[int],
-    proposal: Proposal | None,
-    accept_uniforms: Sequence[float],
-    bonus_uniforms: Sequence[float],
-) -> Verdict:
-    """Plain twin of `accept`, on lists over the whole target vocabulary."""
-    for k, token in enumerate(drafted):
-        p = target_probs_LV[k].tolist()
-        q = [0.0] * len(p)
-        if proposal is None:
-            q[token] = 1.0
-        else:
-            for target_id, probability in zip(
-                proposal.draft_to_target_D.tolist(), proposal.probs_KD[k].tolist(), strict=True
-            ):
-                q[target_id] = probability
-        if not accept_uniforms[k] * q[token] < p[token]:
-            residual = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
-            return Verdict(k, _draw_plain(residual if sum(residual) > 0 else p, bonus_uniforms[k]))
-    return Verdict(len(drafted), _draw_plain(target_probs_LV[len(drafted)].tolist(), bonus_uniforms[len(drafted)]))
 
 
 def accept(
@@ -118,12 +78,3 @@ def _residual(target_probs_V: Tensor, rejected: int, proposal: Proposal | None, 
     kept_D = residual_V[proposal.draft_to_target_D] - proposal.probs_KD[k]
     residual_V[proposal.draft_to_target_D] = kept_D.clamp_(min=0.0)
     return residual_V
-
-
-def _draw_plain(weights: Sequence[float], uniform: float) -> int:
-    target, total = uniform * sum(weights), 0.0
-    for token, weight in enumerate(weights):
-        total += weight
-        if weight > 0 and total > target:
-            return token
-    return max(i for i, weight in enumerate(weights) if weight > 0)

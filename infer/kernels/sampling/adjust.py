@@ -1,9 +1,9 @@
 """What a request does to its logits before anything is drawn, greedy or not: logit bias, penalties on tokens it has
-seen, a mask.
+seen, a grammar's mask.
 
 R rows of one request, V vocabulary of the logits, U tokens that a penalty touches. Row r follows the committed text
 and `paths[r]`: in a verification `paths[j]` are the first j drafted tokens, so that p_j is the distribution after them
-(ssd.md, section 2).
+(infer/README.md, section 2).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from infer.kernels.sampling.sample import Sampling
+from infer.kernels.sampling.params import Sampling
 
 
 class Text(NamedTuple):
@@ -25,24 +25,6 @@ class Text(NamedTuple):
 
     prompt: Sequence[int] = ()
     answer: Sequence[int] = ()
-
-
-def adjust_logits_reference(
-    logits_RV: Tensor, sampling: Sampling, text: Text, paths: Sequence[Sequence[int]]
-) -> Tensor:
-    """Plain twin of `adjust_logits`: token by token, over the target's vocabulary."""
-    rows = []
-    for logits_V, path in zip(logits_RV.tolist(), paths, strict=True):
-        answer = [*text.answer, *path]
-        for token, bias in sampling.logit_bias:
-            logits_V[token] += bias
-        for token in {*text.prompt, *answer}:
-            value = logits_V[token]
-            logits_V[token] = value / sampling.repetition_penalty if value > 0 else value * sampling.repetition_penalty
-        for token in set(answer):
-            logits_V[token] -= sampling.presence_penalty + sampling.frequency_penalty * answer.count(token)
-        rows.append(logits_V)
-    return torch.tensor(rows, dtype=torch.float32)
 
 
 def adjust_logits(

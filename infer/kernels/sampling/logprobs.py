@@ -6,20 +6,12 @@ R rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from infer.kernels.sampling.saguaro import top_f
-
-
-class TokenLogprob(NamedTuple):
-    """A committed token with its natural log-probability, and the likeliest tokens at its place, best first."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+from infer.kernels.sampling.verdict import TokenLogprob
 
 
 def token_logprobs(logits_RV: Tensor, tokens: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:

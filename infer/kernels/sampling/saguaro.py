@@ -1,5 +1,5 @@
-"""Saguaro sampling (arXiv 2603.03251, section 4; ssd.md, section 4): draft less of what the cache holds, so that
-rejections land on it.
+"""Saguaro sampling (arXiv 2603.03251, section 4; infer/draft/README.md, section 2): draft less of the tokens that the
+speculation cache prepares for, so that rejections land on them.
 
 R rows, D draft vocabulary, F tokens whose weight is lowered.
 """
@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from infer.kernels.sampling import reference
+
 _SLACK = 8  # candidates fetched beyond F, so that ties at the boundary can be ordered without sorting the whole row
 
 
@@ -19,11 +21,6 @@ class Tilted(NamedTuple):
 
     probs_RD: Tensor
     lowered_RF: Tensor
-
-
-def top_f_reference(scores_RD: Tensor, count: int) -> Tensor:
-    """Plain twin of `top_f`: a stable descending sort of whole rows."""
-    return scores_RD.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def top_f(scores_RD: Tensor, count: int) -> Tensor:
@@ -39,7 +36,7 @@ def top_f(scores_RD: Tensor, count: int) -> Tensor:
     fetched = min(count + _SLACK, size)
     values_RC, ids_RC = scores_RD.topk(fetched)
     if fetched < size and bool((values_RC[:, count - 1] == values_RC[:, -1]).any()):
-        return top_f_reference(scores_RD, count)  # more equal scores at the boundary than were fetched
+        return reference.top_f(scores_RD, count)  # more equal scores at the boundary than were fetched
     by_id_RC = ids_RC.argsort(-1)
     ids_RC = ids_RC.gather(-1, by_id_RC)
     by_score_RC = values_RC.gather(-1, by_id_RC).sort(dim=-1, descending=True, stable=True).indices

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.sampling.adjust import Text, adjust_logits, adjust_logits_reference
-from infer.kernels.sampling.sample import Sampling
+from infer.kernels.sampling import reference
+from infer.kernels.sampling.adjust import Text, adjust_logits
+from infer.kernels.sampling.params import Sampling
 
 TEXT = Text(prompt=[1, 4, 4, 7], answer=[2, 7, 2])
 PATHS = [[], [3], [3, 2], [3, 2, 2]]
@@ -30,7 +31,7 @@ def test_adjusting_equals_its_plain_twin(sampling: Sampling) -> None:
     before = logits.clone()
     got, expected = (
         adjust_logits(logits, sampling, TEXT, PATHS),
-        adjust_logits_reference(logits, sampling, TEXT, PATHS),
+        reference.adjust_logits(logits, sampling, TEXT, PATHS),
     )
     assert not torch.equal(got, logits)
     torch.testing.assert_close(got, expected)
@@ -70,4 +71,4 @@ def test_in_a_drafters_vocabulary_each_token_keeps_its_penalty(sampling: Samplin
     target_to_draft[draft_to_target] = torch.arange(6)
     logits = _logits()
     got = adjust_logits(logits[:, draft_to_target], sampling, TEXT, PATHS, target_to_draft)
-    torch.testing.assert_close(got, adjust_logits_reference(logits, sampling, TEXT, PATHS)[:, draft_to_target])
+    torch.testing.assert_close(got, reference.adjust_logits(logits, sampling, TEXT, PATHS)[:, draft_to_target])

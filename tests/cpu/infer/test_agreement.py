@@ -9,19 +9,19 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from infer.draft.fallback import Fallback
+from infer.draft.plan import DraftPlan
 from torch import Tensor
 
 from drafters.eagle3_ssd.checkpoint import LoadedDrafter, load_drafter
 from drafters.targets.target import Target, load_target
 from infer.config import Mode
-from infer.draft.fallback import Fallback
 from infer.draft.model import DraftModel, TapFusion
-from infer.draft.plan import DraftPlan
 from infer.draft.state import Speculation
 from infer.draft.worker import DraftWorker
 from infer.engine.request import Source
 from infer.ipc.messages import Admit, Outcome, ToDraft
-from infer.kernels.sampling.sample import Sampling
+from infer.kernels.sampling.params import Sampling
 from tests.plain_drafting import PlainDrafter, PlainRound
 from tests.tiny import save_tiny_drafter, save_tiny_target
 from train.objective.unroll import Rows, first_step, glue_replay, stale_features, unroll

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from infer.engine.request import Source
 from infer.ipc.channel import FRAME, Inbox, LocalChannel, PeerGone, Wire
 from infer.ipc.messages import Admit, Answer, FromDraft, Outcome, ToDraft, pack
-from infer.kernels.sampling.sample import Sampling
+from infer.kernels.sampling.params import Sampling
 
 SHORT = timedelta(seconds=0.3)
 

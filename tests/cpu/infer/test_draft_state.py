@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from drafters.eagle3_ssd.outcomes import Branches
 from infer.draft.state import DraftRequest, Prepared, tree_mask
-from infer.kernels.sampling.sample import Sampling
+from infer.kernels.sampling.params import Sampling
 
 
 def test_the_worked_example() -> None:

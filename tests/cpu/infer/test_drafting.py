@@ -15,7 +15,7 @@ from infer.engine.draft_client import Drafting, DraftState
 from infer.engine.request import Request, SamplingParams, Source
 from infer.ipc.channel import PeerGone
 from infer.ipc.messages import Answer, FromDraft, Ready, ToDraft
-from infer.kernels.sampling.accept import Verdict
+from infer.kernels.sampling.verdict import Verdict
 
 READY = Ready(pid=1, requests=3, tokens=200, block_size=10, scratch_tokens=15)
 

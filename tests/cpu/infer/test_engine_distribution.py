@@ -27,9 +27,11 @@ from infer.config import EngineSettings, Mode
 from infer.engine.request import Request, SamplingParams
 from infer.ipc.messages import Source
 from infer.kernels.attention.context import DocumentContext
-from infer.kernels.sampling.accept import Verdict, accept_greedy
-from infer.kernels.sampling.adjust import Text, adjust_logits_reference
-from infer.kernels.sampling.sample import greedy_ids, process_logits_reference
+from infer.kernels.sampling import reference
+from infer.kernels.sampling.accept import accept_greedy
+from infer.kernels.sampling.adjust import Text
+from infer.kernels.sampling.sample import greedy_ids
+from infer.kernels.sampling.verdict import Verdict
 from infer.launch import launch
 from tests.tiny import save_tiny_drafter, save_tiny_target
 from tests.trained import drain
@@ -75,9 +77,9 @@ def _exact(logits: list[Tensor], params: SamplingParams) -> Tensor:
         texts = [Text(PROMPT, answer) for answer in itertools.product(range(VOCAB), repeat=length)]
         sampling = params.sampling
         rows = [
-            adjust_logits_reference(row[None], sampling, text, [[]]) for row, text in zip(table, texts, strict=True)
+            reference.adjust_logits(row[None], sampling, text, [[]]) for row, text in zip(table, texts, strict=True)
         ]
-        probs = process_logits_reference(torch.cat(rows), [sampling] * len(rows)).double()
+        probs = reference.process_logits(torch.cat(rows), [sampling] * len(rows)).double()
         weights = (weights[:, None] * probs).flatten()
     return weights.view(-1, VOCAB, VOCAB).sum(0)
 

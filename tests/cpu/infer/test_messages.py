@@ -13,7 +13,7 @@ from torch import Tensor
 from drafters.base.errors import UserError
 from infer.engine.request import Source
 from infer.ipc.messages import VERSION, Admit, Answer, FromDraft, Message, Outcome, Ready, ToDraft, pack, unpack
-from infer.kernels.sampling.sample import Sampling
+from infer.kernels.sampling.params import Sampling
 
 H = 6
 ids = st.text(max_size=12)

@@ -11,7 +11,7 @@ import pytest
 from drafters.base.errors import UserError
 from drafters.targets.target import load_target
 from infer.engine.request import FinishReason, Request, SamplingParams, check_token_ids, new_request
-from infer.kernels.sampling.logprobs import TokenLogprob
+from infer.kernels.sampling.verdict import TokenLogprob
 from infer.text.detokenize import AnswerText
 from infer.text.grammar import Grammars, Vocabulary
 from tests.tiny import save_tiny_target, tiny_tokenizer

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.kernels.sampling.saguaro import tilt, top_f, top_f_reference
+from infer.kernels.sampling import reference
+from infer.kernels.sampling.saguaro import tilt, top_f
 
 
 @settings(max_examples=200, deadline=None)
@@ -15,7 +16,7 @@ from infer.kernels.sampling.saguaro import tilt, top_f, top_f_reference
 def test_top_f_equals_a_stable_sort(seed: int, size: int, levels: int, count: int) -> None:
     """Few distinct levels make many ties, inside the top and at its boundary."""
     scores = torch.randint(-levels, levels, (5, size), generator=torch.Generator().manual_seed(seed)).float()
-    assert torch.equal(top_f(scores, count), top_f_reference(scores, count))
+    assert torch.equal(top_f(scores, count), reference.top_f(scores, count))
 
 
 def test_ties_go_to_the_lower_id() -> None:

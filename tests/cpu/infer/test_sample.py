@@ -5,17 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.sampling.sample import (
-    Purpose,
-    Sampling,
-    _mix,
-    greedy_ids,
-    process_logits,
-    process_logits_reference,
-    sample_from,
-    uniform,
-    uniforms,
-)
+from infer.kernels.sampling import reference
+from infer.kernels.sampling.keyed_random import Purpose, _mix, uniform, uniforms
+from infer.kernels.sampling.params import Sampling
+from infer.kernels.sampling.sample import greedy_ids, process_logits, sample_from
 
 ALMOST_ONE = 1 - 2.0**-53
 
@@ -85,7 +78,7 @@ SETTINGS = [
 def test_processing_equals_its_plain_twin_in_one_mixed_batch(size: int) -> None:
     logits = torch.randn(len(SETTINGS), size, generator=torch.Generator().manual_seed(0)) * 2
     before = logits.clone()
-    got, expected = process_logits(logits, SETTINGS), process_logits_reference(logits, SETTINGS)
+    got, expected = process_logits(logits, SETTINGS), reference.process_logits(logits, SETTINGS)
     torch.testing.assert_close(got, expected)
     assert torch.equal(got > 0, expected > 0)
     assert torch.equal(logits, before)

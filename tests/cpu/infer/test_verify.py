@@ -21,17 +21,14 @@ from torch import Tensor
 
 import infer.engine.verify
 from infer.engine.verify import RowToVerify, verify_rows
-from infer.kernels.sampling.accept import Proposal, Verdict, accept, accept_greedy
-from infer.kernels.sampling.adjust import Text, adjust_logits_reference
+from infer.kernels.sampling import reference
+from infer.kernels.sampling.accept import accept, accept_greedy
+from infer.kernels.sampling.adjust import Text
+from infer.kernels.sampling.keyed_random import Purpose, uniforms
+from infer.kernels.sampling.params import Sampling
 from infer.kernels.sampling.saguaro import tilt
-from infer.kernels.sampling.sample import (
-    Purpose,
-    Sampling,
-    process_logits,
-    process_logits_reference,
-    sample_from,
-    uniforms,
-)
+from infer.kernels.sampling.sample import process_logits, sample_from
+from infer.kernels.sampling.verdict import Proposal, Verdict
 
 N, VOCAB, LOOKAHEAD, START = 4000, 5, 2, 11
 DRAFT_IDS = torch.tensor([0, 1, 3, 4])  # token 2 is outside the draft vocabulary
@@ -157,9 +154,9 @@ def _expected_rows(sampling: Sampling, place: int) -> Tensor:
     """
     answers = [[token][:place] for token in range(VOCAB)]
     rows = [
-        adjust_logits_reference(TARGET_LOGITS[t][None], sampling, Text([0], answers[t]), [[]]) for t in range(VOCAB)
+        reference.adjust_logits(TARGET_LOGITS[t][None], sampling, Text([0], answers[t]), [[]]) for t in range(VOCAB)
     ]
-    return process_logits_reference(torch.cat(rows), [sampling] * VOCAB).double()
+    return reference.process_logits(torch.cat(rows), [sampling] * VOCAB).double()
 
 
 def requests(sampling: Sampling) -> list[Sampling]:
@@ -209,7 +206,7 @@ def test_penalties_over_committed_tokens_only_are_found(sampling: Sampling, monk
     """Broken on purpose: p_j without the penalties on s_1..s_j."""
 
     def without_path(logits: Tensor, own: Sampling, text: Text, paths: Sequence[Sequence[int]]) -> Tensor:
-        return adjust_logits_reference(logits, own, text, [[]] * len(paths))
+        return reference.adjust_logits(logits, own, text, [[]] * len(paths))
 
     monkeypatch.setattr(infer.engine.verify, "adjust_logits", without_path)
     assert chi_square_p(run(PATHS["drawn"], requests(sampling)[:1500]), sampling, 2) < BROKEN_LEVEL
