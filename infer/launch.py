@@ -17,11 +17,11 @@ from drafters.targets.target import DTYPES, Target, load_target
 from drafters.targets.template import differences
 from infer.config import EngineSettings, Mode
 from infer.devices import device_of, pin_to_cores
-from infer.draft.loop import DraftJob
+from infer.draft.loop import DraftJob, run_draft_process
 from infer.draft.model import DraftModel, TapFusion
-from infer.draft.plan import DraftPlan
+from infer.draft.settings import DraftSettings
 from infer.draft.worker import DraftWorker
-from infer.engine.draft_client import Drafting
+from infer.engine.draft_client import DraftClient
 from infer.engine.engine import Engine
 from infer.engine.memory import plan_pools
 from infer.engine.target import Rows, TargetRunner
@@ -47,23 +47,25 @@ def launch(settings: EngineSettings, mode: Mode, target: Target | None = None, i
         )
     if mode is Mode.AR:
         pools = plan_pools(settings, target.facts, None, None)
-        return Engine(settings, mode, _warm(TargetRunner(target, pools.target)), Drafting(None), pools.report)
-    loaded, plan = _load_drafter(settings, target), DraftPlan.of(settings, mode)
-    pools = plan_pools(settings, target.facts, loaded.config, plan)
+        return Engine(settings, mode, _warm(TargetRunner(target, pools.target)), DraftClient(None), pools.report)
+    loaded, draft_settings = _load_drafter(settings, target), DraftSettings.of(settings, mode)
+    pools = plan_pools(settings, target.facts, loaded.config, draft_settings)
     fuse_taps = TapFusion(loaded.model)
     runner = _warm(TargetRunner(target, pools.target, loaded.config.tap_hidden_states_ids, fuse_taps))
     to_target = loaded.vocab.draft_to_target.to(device)
     local = in_process or mode is Mode.SD
-    drafting = Drafting(
-        _local(loaded, target, plan, pools.draft) if local else _process(settings, target, plan, pools.draft),
+    client = DraftClient(
+        _local(loaded, target, draft_settings, pools.draft)
+        if local
+        else _process(settings, target, draft_settings, pools.draft),
         to_target,
     )
     try:
-        drafting.start()
+        client.start()
     except PeerGone as error:
-        drafting.close()
+        client.close()
         raise UserError(f"{error}; its message stands above") from error
-    return Engine(settings, mode, runner, drafting, pools.report, loaded.card.trained_length)
+    return Engine(settings, mode, runner, client, pools.report, loaded.card.trained_length)
 
 
 def _warm(runner: TargetRunner) -> TargetRunner:
@@ -85,12 +87,16 @@ def _load_drafter(settings: EngineSettings, target: Target) -> LoadedDrafter:
     return loaded
 
 
-def _local(loaded: LoadedDrafter, target: Target, plan: DraftPlan, pool_tokens: int) -> Callable[[], Channel]:
+def _local(
+    loaded: LoadedDrafter, target: Target, draft_settings: DraftSettings, pool_tokens: int
+) -> Callable[[], Channel]:
     grammars = Grammars(partial(Vocabulary.of, target))
-    return lambda: LocalChannel(DraftWorker(DraftModel(loaded, pool_tokens), plan, grammars))
+    return lambda: LocalChannel(DraftWorker(DraftModel(loaded, pool_tokens), draft_settings, grammars))
 
 
-def _process(settings: EngineSettings, target: Target, plan: DraftPlan, pool_tokens: int) -> Callable[[], Channel]:
+def _process(
+    settings: EngineSettings, target: Target, draft_settings: DraftSettings, pool_tokens: int
+) -> Callable[[], Channel]:
     job = DraftJob(
         drafter=str(Path(settings.drafter or "").resolve()),
         embeddings=target.embed_weight.detach().cpu().share_memory_(),
@@ -98,8 +104,8 @@ def _process(settings: EngineSettings, target: Target, plan: DraftPlan, pool_tok
         device=str(device_of(settings.draft_devices)),
         threads=settings.draft_threads,
         cores=settings.draft_devices,
-        plan=plan,
+        settings=draft_settings,
         pool_tokens=pool_tokens,
         vocabulary=Vocabulary.of(target),
     )
-    return lambda: DraftProcess(job)
+    return lambda: DraftProcess(partial(run_draft_process, job), job.cores)

@@ -11,13 +11,14 @@ from data.chat.pack import PackedRow
 from drafters.eagle3_ssd.checkpoint import LoadedDrafter
 from drafters.eagle3_ssd.outcomes import fan_out, statistics_of
 from drafters.targets.target import Target
-from infer.draft.plan import DraftPlan
-from infer.engine.request import Request, RoundRecord, Source
+from infer.draft.settings import DraftSettings
+from infer.engine.request import Request, RoundRecord
+from infer.ipc.messages import Source
 from train.objective.unroll import Rows
 from train.target_features.features import Features, compute_features
-from train.validation.drafting import Answer, Serving, true_slots
 from train.validation.heldout import find_answers
-from train.validation.replay import Plan
+from train.validation.round_replay import FanOutPlan
+from train.validation.served_drafting import AnswerSpan, ServedDrafter, true_slots
 
 
 def rows_of(requests: Sequence[Request]) -> list[PackedRow]:
@@ -39,29 +40,29 @@ def rows_of(requests: Sequence[Request]) -> list[PackedRow]:
 
 @torch.no_grad()
 def serving_of(
-    target: Target, loaded: LoadedDrafter, requests: Sequence[Request], plan: DraftPlan
-) -> tuple[Serving, list[Answer]]:
+    target: Target, loaded: LoadedDrafter, requests: Sequence[Request], plan: DraftSettings
+) -> tuple[ServedDrafter, list[AnswerSpan]]:
     """The drafting side of these requests as training replays it, and where their answers are."""
     features: Features = compute_features(target, rows_of(requests), loaded.config.tap_hidden_states_ids)
     rows = Rows(features.token_ids, features.positions, features.document_ids)
     slots = true_slots(loaded.model, rows, loaded.model.fuse(features.taps))
-    return Serving(loaded.model, loaded.vocab, rows, slots, plan.lookahead, plan.refresh), [
+    return ServedDrafter(loaded.model, loaded.vocab, rows, slots, plan.lookahead, plan.refresh), [
         answer for answer, _ in find_answers(features)
     ]
 
 
-def plan_of(loaded: LoadedDrafter, plan: DraftPlan) -> Plan:
+def plan_of(loaded: LoadedDrafter, plan: DraftSettings) -> FanOutPlan:
     """The branches that the draft process prepares by its plan and the drafter's card."""
     fans = [
         fan_out(plan.policy, length, plan.budget, statistics_of(loaded.card, after_hit))
         for length, after_hit in ((plan.jit_lookahead, False), (plan.lookahead, True))
     ]
-    return Plan(*fans)
+    return FanOutPlan(*fans)
 
 
-def synchronous(lookahead: int) -> Plan:
+def synchronous(lookahead: int) -> FanOutPlan:
     """The plan of mode sd."""
-    return Plan((0,) * (lookahead + 1), (0,) * (lookahead + 1))
+    return FanOutPlan((0,) * (lookahead + 1), (0,) * (lookahead + 1))
 
 
 def complete(request: Request, lookahead: int) -> list[RoundRecord]:

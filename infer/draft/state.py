@@ -1,10 +1,11 @@
-"""What the draft process knows of one request, and the cache of speculations it prepared for it.
+"""One running request on the drafter's side: its slots, its KV blocks, the speculation being verified, and the
+speculations prepared for the outcomes of that verification.
 
-Slots count from 0 (`drafters.eagle3_ssd.align`): with n committed tokens, slots 0..n-2 have true features and slot
+Slots count from 0 (`drafters.eagle3_ssd.align`): with n committed tokens, slots 0..n-2 have true features, and slot
 n-2, the one that embeds the newest token (the bonus token), predicts the next. In-flight slots n-1.. embed the
 speculated tokens.
 
-H drafter hidden size, K tokens of a speculation, B branches, D draft vocabulary.
+H drafter hidden size, K tokens of a speculation, B branches, S slots, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -13,33 +14,34 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from drafters.eagle3_ssd.outcomes import Branches, find
-from infer.draft.fallback import NgramIndex
+from infer.kernels.attention.block_pool import BlockPool
 from infer.kernels.attention.paged import PagedRequest
 from infer.kernels.sampling.adjust import Text
 from infer.kernels.sampling.params import Sampling
 from infer.text.grammar import GrammarState
-
-Paths = Sequence[Sequence[int]]  # of one request's rows: the tokens after its committed ones that a row follows
+from infer.text.ngram import NgramIndex
 
 
 class Speculation(NamedTuple):
     """K drafted tokens with what the next round needs of them.
 
     `features_KH[j]` is the drafter's output at the slot before the one that embeds `tokens[j]`: that slot's feature.
+    An n-gram proposal has no features (length 0) until the drafter has run over its tokens.
     """
 
     tokens: tuple[int, ...]
     features_KH: Tensor
-    probs_KD: Tensor | None = None  # what the tokens were drawn from; None where they were chosen
-    lowered: tuple[tuple[int, ...], ...] = ()  # per token, what Saguaro lowered when it was drawn
+    probs_KD: Tensor | None = None  # the distributions the tokens were drawn from; None: argmax or n-gram
+    lowered: tuple[tuple[int, ...], ...] = ()  # per token, the tokens that Saguaro sampling lowered when it was drawn
 
 
-class Prepared(NamedTuple):
-    """One round's cache of one request: branch b was drafted for outcome (`branches.ks[b]`, `branches.tokens[b]`)."""
+class PreparedSpeculations(NamedTuple):
+    """The speculation cache of one request and round: branch b was drafted for the outcome
+    (`branches.ks[b]`, `branches.tokens[b]`).
+    """
 
     branches: Branches
     tokens_BK: list[list[int]]
@@ -59,10 +61,10 @@ class Prepared(NamedTuple):
 
 @dataclass
 class DraftRequest:
-    """One running request on the drafter's side. `DraftWorker` alone changes it."""
+    """One running request on the drafter's side."""
 
     id: str
-    tokens: list[int]
+    tokens: list[int]  # committed; the newest one is the bonus token
     sampling: Sampling
     blocks: tuple[int, ...]
     max_tokens: int
@@ -70,10 +72,10 @@ class DraftRequest:
     prompt_tokens: int = 0  # how many of the tokens are the prompt's
     chain: Hashable = None  # what names the published blocks in the prefix cache
     published: int = 0  # how many of its blocks can be found
-    in_flight: Speculation | None = None
-    after_hit: bool = False
+    in_flight: Speculation | None = None  # what the target verifies now
+    after_hit: bool = False  # whether `in_flight` came from the speculation cache
     bonus_output_H: Tensor | None = None  # output of slot n-2, once the pending slots are written
-    prepared: Prepared | None = None
+    prepared: PreparedSpeculations | None = None
     grammar: GrammarState | None = None  # after `tokens`
     index: NgramIndex = field(default_factory=NgramIndex)
 
@@ -92,6 +94,10 @@ class DraftRequest:
         """The committed tokens, as penalties see them."""
         return Text(self.tokens[: self.prompt_tokens], self.tokens[self.prompt_tokens :])
 
+    def no_speculation(self) -> Speculation:
+        """An empty speculation: the target takes a plain one-token step."""
+        return Speculation((), self.pending_SH.new_empty(0, self.pending_SH.shape[1]))
+
     def pending_rows(self) -> tuple[list[int], list[int]]:
         """Tokens and positions of the pending slots."""
         count = len(self.pending_SH)
@@ -101,44 +107,23 @@ class DraftRequest:
         """The last `count` slots up to `last_slot` as rows of a forward."""
         return PagedRequest(self.blocks, last_slot + 1, count, mask_QL)
 
+    def mark_written(self, output_H: Tensor, pool: BlockPool) -> None:
+        """All pending slots have their keys now; the newest one gave `output_H`."""
+        self.bonus_output_H, self.pending_SH = output_H, self.pending_SH[:0]
+        self.publish(pool)
 
-def tree_mask(prefix: int, glue: int, ks: Sequence[int], depth: int) -> Tensor:
-    """Which keys the nodes at `depth` (1..) see, bool [B, prefix + glue + depth * B].
+    def publish(self, pool: BlockPool) -> None:
+        """Make the blocks that hold only true slots available to the prefix cache.
 
-    Keys: `prefix` committed slots, `glue` in-flight slots, then the nodes of each depth, branch by branch. Branch b
-    sees the prefix, the first ks[b] in-flight slots, and its own nodes. prefix 2, glue 2, ks (0, 2), depth 1:   branch
-    0: 1 1 | 0 0 | 1 0      branch 1: 1 1 | 1 1 | 0 1
-    """
-    ks_B1 = torch.tensor(ks)[:, None]
-    committed = torch.ones(len(ks), prefix, dtype=torch.bool)
-    return torch.cat(
-        [committed, torch.arange(glue)[None] < ks_B1, torch.eye(len(ks), dtype=torch.bool).repeat(1, depth)], dim=1
-    )
-
-
-@dataclass(frozen=True)
-class Branching:
-    """One request's tree while it grows: where each branch starts, and the drafter's outputs it starts from."""
-
-    request: DraftRequest
-    branches: Branches
-    outputs_GH: Tensor  # of slot n-2 and the in-flight slots
-
-    def first_paths(self) -> Paths:
-        """What each branch's first drafted token follows: accepted tokens of the speculation in flight, and the bonus
-        token.
+        Slot j depends on the tokens up to j+1, so the chain of blocks begins at the first token, and a block is named
+        by the tokens that its slots embed: one behind its own positions.
         """
-        flying = self.request.in_flight.tokens if self.request.in_flight else ()
-        return [[*flying[:k], token] for k, token in zip(self.branches.ks, self.branches.tokens, strict=True)]
+        written = self.newest_slot + 1 - len(self.pending_SH)
+        while (self.published + 1) * pool.block_size <= written:
+            start = self.published * pool.block_size
+            embedded = self.tokens[start + 1 : start + 1 + pool.block_size]
+            self.chain = pool.cache_block(self.blocks[self.published], self.chain, embedded)
+            self.published += 1
 
-    def mask(self, depth: int) -> Tensor:
-        """What the tree sees with `depth` tokens on each branch, bool (`tree_mask`)."""
-        return tree_mask(self.request.newest_slot + 1, len(self.outputs_GH) - 1, self.branches.ks, depth).to(
-            self.outputs_GH.device
-        )
 
-    def rows(self, mask_BL: Tensor, depth: int) -> PagedRequest:
-        """The rows of tree step `depth`, with the mask of the deepest one."""
-        count = len(self.branches.ks)
-        last = self.request.newest_slot + len(self.outputs_GH) - 1 + depth * count
-        return self.request.rows(last, count, mask_BL[:, : last + 1])
+Paths = Sequence[Sequence[int]]  # of one request's rows: the tokens after its committed ones that a row follows

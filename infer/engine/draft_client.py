@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infer.engine.request import Request
 from infer.ipc.channel import Channel, PeerGone
-from infer.ipc.messages import Admit, Answer, FromDraft, Outcome, Ready, ToDraft
+from infer.ipc.messages import Admit, FromDraft, Outcome, Ready, ServedSpeculation, ToDraft
 from infer.kernels.sampling.verdict import Verdict
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class DraftState(StrEnum):
     GONE = "gone"  # until the next start
 
 
-class Drafting:
+class DraftClient:
     """The target's end of one drafter; `connect` starts it. Without one every speculation is empty.
 
     A round is named by the number of committed tokens it starts from, so an answer for another round is told by its
@@ -81,7 +81,7 @@ class Drafting:
             time.sleep(0.02)
         self._ready, self._since = ready, time.monotonic()
 
-    def tend(self) -> None:
+    def reconnect(self) -> None:
         """Once a round: start a drafter that is gone, after a pause, and take it into service when it is ready. Never
         waits.
         """
@@ -97,12 +97,12 @@ class Drafting:
         except PeerGone as error:
             self._give_up(str(error))
 
-    def rest(self) -> None:
+    def check_idle(self) -> None:
         """Instead of rounds, while nothing runs: see whether the drafter still answers and holds nothing any more.
         Never waits.
         """
         assert not self._rounds, self._rounds
-        self.tend()
+        self.reconnect()
         self._take_in(0.0)
         if self._ready is not None and not self._unanswered:
             self._send(ping=True)
@@ -139,7 +139,7 @@ class Drafting:
 
     def retire(self, request_id: str) -> None:
         """The request ended or lost its place: what the drafter has of it is void."""
-        self._answers.pop(request_id, None)
+        self._speculations.pop(request_id, None)
         if self._rounds.pop(request_id, None) is None:
             return
         del self._held[request_id]
@@ -158,12 +158,14 @@ class Drafting:
         if not self._behind and (self._outcomes or self._admits or (self._retires and not self._rounds)):
             self._send()
 
-    def collect(self, requests: Sequence[Request]) -> dict[str, Answer]:
+    def collect(self, requests: Sequence[Request]) -> dict[str, ServedSpeculation]:
         """The speculations for the next verification of `requests`, as far as they come in time."""
         started, self.busy = time.perf_counter(), 0.0
         self._take_in(PATIENCE if any(request.id in self._rounds for request in requests) else 0.0)
         self.wait = time.perf_counter() - started
-        return {request.id: self._answers.pop(request.id) for request in requests if request.id in self._answers}
+        return {
+            request.id: self._speculations.pop(request.id) for request in requests if request.id in self._speculations
+        }
 
     def close(self) -> None:
         """End the drafter for good."""
@@ -209,7 +211,7 @@ class Drafting:
 
     def _note(self, message: FromDraft) -> None:
         self.busy += message.busy_seconds
-        self._answers |= {a.request: a for a in message.answers if self._rounds.get(a.request) == a.round}
+        self._speculations |= {s.request: s for s in message.speculations if self._rounds.get(s.request) == s.round}
         if message.pong and (message.requests or message.blocks):  # asked for while no request ran
             self._give_up(f"it holds {message.requests} requests and {message.blocks} blocks that nobody owns")
 
@@ -228,7 +230,7 @@ class Drafting:
     def _forget_all(self) -> None:
         self._rounds: dict[str, int] = {}  # requests the drafter has, and the round it prepares a speculation for
         self._held: dict[str, int] = {}  # tokens of its memory that they take
-        self._answers: dict[str, Answer] = {}
+        self._speculations: dict[str, ServedSpeculation] = {}
         self._admits: list[Admit] = []
         self._outcomes: list[Outcome] = []
         self._retires: list[str] = []

@@ -15,23 +15,23 @@ from typing import NamedTuple
 from drafters.base.errors import UserError
 from drafters.targets.target import Target
 from infer.config import EngineSettings, Mode
-from infer.engine.draft_client import Drafting, DraftState
-from infer.engine.request import FinishReason, Request, RequestOutput, RoundRecord, SamplingParams, Source, new_request
+from infer.engine.draft_client import DraftClient, DraftState
+from infer.engine.request import FinishReason, Request, RequestOutput, RoundRecord, SamplingParams, new_request
 from infer.engine.scheduler import Scheduler, Seat, Work
 from infer.engine.target import Rows, TargetOutput, TargetRunner
 from infer.engine.verify import row_of, verify_rows
-from infer.ipc.messages import Answer
+from infer.ipc.messages import ServedSpeculation, Source
 from infer.kernels.sampling.verdict import Proposal, Verdict
 from infer.text.grammar import Grammars, Vocabulary
 
-NOTHING = Answer("", 0, Source.ALONE, ())
+NOTHING = ServedSpeculation("", 0, Source.ALONE, ())
 
 
 class Part(NamedTuple):
     """One request's part of a round: `rows` of the forward, the last ones of them drafted, if it is to give a token."""
 
     work: Work
-    answer: Answer
+    answer: ServedSpeculation
     drafted: tuple[int, ...]
     rows: Rows
     start: int  # of its rows among all rows
@@ -54,11 +54,11 @@ class Engine:
         settings: EngineSettings,
         mode: Mode,
         runner: TargetRunner,
-        drafting: Drafting,
+        draft_client: DraftClient,
         memory: str = "",
         trained_length: int | None = None,
     ) -> None:
-        self.settings, self.mode, self.runner, self.drafting = settings, mode, runner, drafting
+        self.settings, self.mode, self.runner, self.draft_client = settings, mode, runner, draft_client
         self.memory = memory  # the sizes of the pools, in words
         self._unwarned_length = trained_length  # of the texts that the drafter knows; None once the user has been told
         lookahead = 0 if mode is Mode.AR else settings.lookahead
@@ -77,22 +77,22 @@ class Engine:
     @property
     def draft_alive(self) -> bool:
         """Whether a drafter serves. False in mode ar, and while the draft process is dead or silent."""
-        return self.drafting.state is DraftState.SERVING
+        return self.draft_client.state is DraftState.SERVING
 
     @property
     def draft_failures(self) -> int:
         """How often the draft process died, or was given up, so far."""
-        return self.drafting.failures
+        return self.draft_client.failures
 
     @property
     def draft_state(self) -> DraftState:
         """What the drafting side is doing."""
-        return self.drafting.state
+        return self.draft_client.state
 
     @property
     def draft_pid(self) -> int | None:
         """Process id of the draft process (mode ssd)."""
-        return self.drafting.pid
+        return self.draft_client.pid
 
     @property
     def has_work(self) -> bool:
@@ -137,15 +137,15 @@ class Engine:
         """One round: returns what each request gained. Nothing to do: an empty list."""
         outputs = [RequestOutput(r.id, (), FinishReason.CANCEL, r) for r in self._cancelled]
         self._cancelled = []
-        self.drafting.tend()
+        self.draft_client.reconnect()
         started = time.perf_counter()
         works, preempted = self.scheduler.schedule()
         for request in preempted:
-            self.drafting.retire(request.id)
+            self.draft_client.retire(request.id)
         if not works:
-            self.drafting.send()
+            self.draft_client.send()
             return outputs
-        parts = self._parts(works, self.drafting.collect([work.seat.request for work in works if work.completes]))
+        parts = self._parts(works, self.draft_client.collect([work.seat.request for work in works if work.completes]))
         before = time.perf_counter()
         output = self.runner.forward([part.rows for part in parts])
         complete = [part for part in parts if part.work.completes]
@@ -163,13 +163,13 @@ class Engine:
             RequestOutput(p.request.id, tuple(tokens), p.request.finish_reason, p.request) for p, tokens in results
         ]
 
-    def rest(self) -> None:
+    def check_idle(self) -> None:
         """To be called now and then while there is no work: checks the books, and whether the draft process still
         answers.
         """
         if not self.has_work:
             self.check()
-            self.drafting.rest()
+            self.draft_client.check_idle()
 
     def check(self) -> None:
         """Assert that the books are right; of an idle engine also that nobody holds anything."""
@@ -179,7 +179,7 @@ class Engine:
 
     def close(self) -> None:
         """End the draft process. The target stays loaded as long as somebody holds it."""
-        self.drafting.close()
+        self.draft_client.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -187,7 +187,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _parts(self, works: Sequence[Work], answers: dict[str, Answer]) -> list[Part]:
+    def _parts(self, works: Sequence[Work], answers: dict[str, ServedSpeculation]) -> list[Part]:
         """The rows of each request, and the speculation in them, cut to what may still come."""
         parts, start, start_logits = [], 0, 0
         for work in works:
@@ -206,9 +206,9 @@ class Engine:
         for part in complete:
             proposal = None
             if part.answer.probs_KD is not None and part.drafted:
-                assert self.drafting.draft_to_target_D is not None
+                assert self.draft_client.draft_to_target_D is not None
                 probs = part.answer.probs_KD[: len(part.drafted)].to(output.logits_LV.device)
-                proposal = Proposal(probs, self.drafting.draft_to_target_D)
+                proposal = Proposal(probs, self.draft_client.draft_to_target_D)
             to_verify.append(row_of(part.request, part.start_logits, part.drafted, proposal))
         return verify_rows(output.logits_LV, to_verify)
 
@@ -216,7 +216,7 @@ class Engine:
         request, seat = part.request, part.seat
         accepted, before = part.drafted[: verdict.num_accepted], len(request.tokens)
         if part.work.rows == 1 and len(request.tokens) > len(request.prompt_ids):  # not the forward over a prompt
-            wait, busy = self.drafting.wait, self.drafting.busy
+            wait, busy = self.draft_client.wait, self.draft_client.busy
             emitted = len(accepted) + 1
             request.rounds.append(
                 RoundRecord(part.answer.source, len(part.drafted), len(accepted), emitted, verify, wait, busy)
@@ -229,7 +229,7 @@ class Engine:
 
     def _release(self, request: Request) -> None:
         self.scheduler.release(request.id)
-        self.drafting.retire(request.id)
+        self.draft_client.retire(request.id)
 
     def _report(self, complete: Sequence[Part], verdicts: Sequence[Verdict], output: TargetOutput) -> None:
         """Tell the drafting side at once, so that it works while the caller shows the tokens."""
@@ -237,14 +237,14 @@ class Engine:
             request = part.request
             if request.finish_reason is not None:
                 continue
-            if self.drafting.knows(request):
+            if self.draft_client.knows(request):
                 assert output.features_RH is not None
-                self.drafting.report(
+                self.draft_client.report(
                     request, verdict, output.features_RH[part.start : part.start + verdict.num_accepted + 1]
                 )
-            elif self.drafting.accepts(request):
-                self.drafting.admit(request, self.runner.features_of(part.seat.blocks, part.seat.computed))
-        self.drafting.send()
+            elif self.draft_client.accepts(request):
+                self.draft_client.admit(request, self.runner.features_of(part.seat.blocks, part.seat.computed))
+        self.draft_client.send()
 
     def _count_time(self, parts: Sequence[Part], given: Sequence[int], seconds: float) -> None:
         """A round belongs to the prompt's time until the first token is there."""

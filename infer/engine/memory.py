@@ -12,7 +12,7 @@ from drafters.eagle3_ssd.config import DrafterConfig
 from drafters.targets.target import DTYPES, TargetFacts
 from infer.config import EngineSettings
 from infer.devices import device_of
-from infer.draft.plan import DraftPlan
+from infer.draft.settings import DraftSettings
 from infer.engine.target import BLOCK
 
 CACHE = 4  # times what the running requests can fill: the rest serves requests that begin like earlier ones
@@ -32,7 +32,7 @@ class Pools(NamedTuple):
 
 
 def plan_pools(
-    settings: EngineSettings, facts: TargetFacts, drafter: DrafterConfig | None, plan: DraftPlan | None
+    settings: EngineSettings, facts: TargetFacts, drafter: DrafterConfig | None, draft: DraftSettings | None
 ) -> Pools:
     """Size both pools. `kv_tokens` is taken as it is; else `memory_share` of what is free, and room for a full batch
     where that fits.
@@ -44,7 +44,7 @@ def plan_pools(
     device = device_of(settings.target_devices)
     shares_memory = drafter is not None and device_of(settings.draft_devices) == device
     needed, free = settings.batch_size * settings.max_model_len, free_bytes(device)
-    scratch = settings.batch_size * (plan.scratch_tokens + 2 * BLOCK) if plan else 0
+    scratch = settings.batch_size * (draft.scratch_tokens + 2 * BLOCK) if draft else 0
     each = target_bytes + (draft_bytes if shares_memory else 0)
     left = max(0.0, free - (scratch * draft_bytes if shares_memory else 0))
     tokens = settings.kv_tokens
@@ -56,8 +56,10 @@ def plan_pools(
             f"{_size(free)} of memory is free on {device}: too little for a KV pool; free some, or use a smaller target"
         )
     tokens = -(-tokens // BLOCK) * BLOCK
-    draft = max(tokens, needed) + scratch if plan else 0
-    return Pools(tokens, draft, _report(settings, tokens, tokens * target_bytes, draft, draft * draft_bytes, free))
+    draft_tokens = max(tokens, needed) + scratch if draft else 0
+    sizes = tokens * target_bytes, draft_tokens * draft_bytes
+    report = _report(settings, tokens, sizes[0], draft_tokens, sizes[1], free)
+    return Pools(tokens, draft_tokens, report)
 
 
 def bytes_per_token(facts: TargetFacts, drafter: DrafterConfig | None, size: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from drafters.base.errors import UserError
+from infer.ipc.messages import Source
 from infer.kernels.sampling.keyed_random import derived_seed
 from infer.kernels.sampling.params import Sampling
 from infer.kernels.sampling.verdict import TokenLogprob
@@ -28,21 +29,6 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     CANCEL = "cancel"
-
-
-class Source(StrEnum):
-    """Where the speculation of a round came from. FIRST is a request's first one: there was nothing to look up.
-
-    ALONE: no drafter had the request (mode ar; a drafter that is dead, silent or full).
-    """
-
-    HIT = "hit"
-    JIT = "jit"
-    NGRAM = "ngram"
-    NONE = "none"
-    FIRST = "first"
-    SYNC = "sync"  # mode sd
-    ALONE = "alone"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import numpy as np
 
 from drafters.base.bootstrap import Interval, bootstrap_interval
 from drafters.eagle3_ssd import speed
-from infer.engine.request import RoundRecord, Source
+from infer.engine.request import RoundRecord
+from infer.ipc.messages import Source
 
 LOOKED_UP = frozenset({Source.HIT, Source.JIT, Source.NGRAM, Source.NONE})
 MISSES = LOOKED_UP - {Source.HIT}

@@ -17,7 +17,6 @@ from drafters.eagle3_ssd.card import read_card
 from drafters.eagle3_ssd.speed import PairedTokens, retention
 from infer.config import BASELINE, EngineSettings, Mode
 from infer.engine.request import Request, RoundRecord
-from infer.ipc.messages import Source
 from infer.evaluation.figures import (
     LOOKED_UP,
     MISSES,
@@ -36,6 +35,7 @@ from infer.evaluation.figures import (
     tokens_per_round,
     tokens_per_second,
 )
+from infer.ipc.messages import Source
 
 if TYPE_CHECKING:
     from drafters.targets.target import Target

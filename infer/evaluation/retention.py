@@ -18,10 +18,11 @@ from drafters.eagle3_ssd.speed import PairedTokens
 from drafters.targets.target import DTYPES, Target, tap_features
 from infer.config import EngineSettings, Mode
 from infer.draft.model import DraftModel
-from infer.draft.plan import DraftPlan
+from infer.draft.settings import DraftSettings
 from infer.draft.state import DraftRequest
 from infer.draft.worker import DraftWorker
-from infer.engine.request import Request, Source
+from infer.engine.request import Request
+from infer.ipc.messages import Source
 
 AT_ONCE = 8  # answers drafted for side by side
 
@@ -51,8 +52,10 @@ def paired_tokens(answers: Sequence[Request], settings: EngineSettings, target: 
     )
     loaded = load_drafter(settings.drafter, target.facts, target.embed_weight, DTYPES[settings.dtype], target.device)
     longest = max((len(answer.tokens) for answer in answers), default=0)
-    plan = DraftPlan.of(settings.model_copy(update={"max_model_len": longest, "batch_size": AT_ONCE}), Mode.SD)
-    worker = DraftWorker(DraftModel(loaded, AT_ONCE * plan.region_tokens), plan)
+    draft_settings = DraftSettings.of(
+        settings.model_copy(update={"max_model_len": longest, "batch_size": AT_ONCE}), Mode.SD
+    )
+    worker = DraftWorker(DraftModel(loaded, AT_ONCE * draft_settings.region_tokens), draft_settings)
     for first in range(0, len(answers), AT_ONCE):
         yield from _paired(answers[first : first + AT_ONCE], worker, loaded, target)
 
@@ -60,7 +63,7 @@ def paired_tokens(answers: Sequence[Request], settings: EngineSettings, target: 
 def _paired(
     answers: Sequence[Request], worker: DraftWorker, loaded: LoadedDrafter, target: Target
 ) -> list[PairedTokens]:
-    K = worker.plan.lookahead
+    K = worker.settings.lookahead
     contexts = [hit_rounds(answer, K) for answer in answers]
     features = [
         _features(answer, loaded, target) if found else None for answer, found in zip(answers, contexts, strict=True)
@@ -77,7 +80,7 @@ def _paired(
                 answers[i].tokens[:committed],
                 features_TH[seen - 1 : committed - 1],
             )
-        for i, speculation in zip(active, worker.chain([requests[i] for i in active]), strict=True):
+        for i, speculation in zip(active, worker.draft_now([requests[i] for i in active]), strict=True):
             fresh[i] += _leading(speculation.tokens, answers[i].tokens[contexts[i][number].committed :])
     for request in requests:
         worker.model.blocks.free(request.blocks)
@@ -93,7 +96,7 @@ def _features(answer: Request, loaded: LoadedDrafter, target: Target) -> Tensor:
 
 
 def _request(answer: Request, worker: DraftWorker) -> DraftRequest:
-    pool, end = worker.model.blocks, len(answer.tokens) + worker.plan.lookahead
+    pool, end = worker.model.blocks, len(answer.tokens) + worker.settings.lookahead
     blocks = pool.allocate(pool.blocks_for(end))
     assert blocks is not None, f"the pool is made for {AT_ONCE} answers of this length"
     nothing = worker.model.embeddings.new_empty(0, worker.model.config.hidden_size)

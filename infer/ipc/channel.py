@@ -1,5 +1,5 @@
-"""How messages travel: to a process of its own over `torch.distributed`, or to a worker in this one (tests, and mode
-sd).
+"""Channels between target and drafter: gloo (`torch.distributed`) to a process of its own, or direct calls of a worker
+in this process (mode sd, and tests).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from infer.draft.worker import DraftWorker
 from infer.ipc.messages import FromDraft, Message, Ready, ToDraft, pack, unpack
 
 FRAME = 16 * 1024  # bytes that go in one piece, as fast as a smaller message; what is longer follows in a second one
@@ -48,12 +47,29 @@ class Channel(Protocol):
         ...
 
 
+class Worker(Protocol):
+    """The drafter's end (`infer.draft.worker.DraftWorker`)."""
+
+    @property
+    def ready(self) -> Ready:
+        """What it takes in."""
+        ...
+
+    def answer(self, message: ToDraft) -> FromDraft:
+        """Take in a message and serve speculations."""
+        ...
+
+    def prepare(self) -> None:
+        """Prepare speculations for the outcomes of the verifications that were answered last."""
+        ...
+
+
 class LocalChannel:
-    """A worker in this process. It works when its answer is received, so that what is known already can be shown
+    """A worker in this process. It works when its answer is received, so that the tokens known already can be shown
     before.
     """
 
-    def __init__(self, worker: DraftWorker) -> None:
+    def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self._messages: deque[ToDraft] = deque()
         self._answers: deque[FromDraft] = deque()

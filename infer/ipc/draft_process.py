@@ -1,40 +1,48 @@
-"""The draft process seen from the target: started without waiting for it, spoken to once it is ready, killed where it
-does not listen.
+"""The draft process as its parent sees it: started in the background, connected once it is ready, killed where it does
+not stop. How both ends meet (a store on a local port) is written here once.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import time
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.multiprocessing as mp
 from torch._C._distributed_c10d import TCPStore
 
 from infer.devices import pinned_to_cores
-from infer.draft.loop import HERE, DraftJob, run_draft_process
-from infer.ipc.channel import Inbox, PeerGone, Wire
+from infer.ipc.channel import DRAFT_RANK, TARGET_RANK, Inbox, PeerGone, Wire
 from infer.ipc.messages import FromDraft, Ready, ToDraft
 
 START_TIMEOUT = timedelta(minutes=5)  # a cold start reads the drafter from a slow disk
 CONNECT_TIMEOUT = timedelta(seconds=10)  # both are there by then
 STOP_TIMEOUT = timedelta(seconds=2)
+HERE = "drafter-here"  # the key that the draft process sets in the store when it is about to connect
+
+
+def connect_to_target(port: int) -> Wire:
+    """The draft process's end of the connection, to be called there once it can serve."""
+    store = TCPStore("127.0.0.1", port, 2, is_master=False, timeout=START_TIMEOUT)
+    store.set(HERE, str(os.getpid()))
+    return Wire(store, DRAFT_RANK)
 
 
 class DraftProcess:
-    """A `Channel` to a process of its own. Creating one starts the process; raises `PeerGone` where the system does
-    not let it.
+    """A `Channel` to a process of its own.
+
+    Creating one starts a process that calls `entry(port)` on `cores`; `entry` has to be picklable, and to call
+    `connect_to_target(port)`. Raises `PeerGone` where the system refuses a new process.
     """
 
-    def __init__(self, job: DraftJob) -> None:
+    def __init__(self, entry: Callable[[int], None], cores: Sequence[str]) -> None:
         try:
             self._store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False, timeout=START_TIMEOUT)
-            job = replace(job, port=self._store.port)
-            self._process = mp.get_context("spawn").Process(target=run_draft_process, args=(job,), daemon=True)
-            with pinned_to_cores(
-                job.cores
-            ):  # a child begins on the cores of its parent, where its imports would slow the target
+            self._process = mp.get_context("spawn").Process(target=entry, args=(self._store.port,), daemon=True)
+            # a child begins on its parent's cores, where its imports would slow the target
+            with pinned_to_cores(cores):
                 self._process.start()
         except (OSError, RuntimeError) as error:  # no memory, no more processes or ports
             raise PeerGone(f"the draft process cannot be started: {error}") from error
@@ -56,7 +64,7 @@ class DraftProcess:
             if not self._store.check([HERE]):
                 return None
             try:
-                self._wire = Wire(self._store, 0, CONNECT_TIMEOUT)
+                self._wire = Wire(self._store, TARGET_RANK, CONNECT_TIMEOUT)
             except RuntimeError as error:
                 raise PeerGone(f"the draft process did not connect: {error}") from error
             self._inbox = Inbox(self._wire)

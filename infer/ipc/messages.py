@@ -1,9 +1,10 @@
-"""What the target and the draft process say to each other: frozen records, packed and unpacked here and nowhere else.
+"""The messages between target and draft process: frozen records, packed and unpacked here and nowhere else
+(infer/README.md, section 1).
 
 First the drafter says what it can hold (`Ready`). Then once a round, target to drafter: which requests came, what
 their verifications gave, which are gone (`ToDraft`). Back: one speculation for each (`FromDraft`). Ids and facts
-cross, never block tables. A packed message is a JSON header, its length before it, and the raw tensors behind it. H
-drafter hidden size, S slots, D draft vocabulary.
+cross, never block tables. A packed message is a JSON header, its length before it, and the raw tensors behind it.
+H drafter hidden size, S slots, K tokens of a speculation, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,25 @@ import torch
 from torch import Tensor
 
 from drafters.base.errors import UserError
-from infer.engine.request import Source
 from infer.kernels.sampling.params import Sampling
 
 VERSION = 2
 _HEAD = struct.Struct("<II")
+
+
+class Source(StrEnum):
+    """Where the speculation of a round came from. FIRST is a request's first one: there was nothing to look up.
+
+    ALONE: no drafter had the request (mode ar; a drafter that is dead, silent or full).
+    """
+
+    HIT = "hit"
+    JIT = "jit"
+    NGRAM = "ngram"
+    NONE = "none"
+    FIRST = "first"
+    SYNC = "sync"  # mode sd
+    ALONE = "alone"
 
 
 @dataclass(frozen=True)
@@ -55,10 +71,10 @@ class Admit:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a verification gave: `accepted` tokens of the speculation, then `bonus`; features of the positions before
-    it.
+    """What a verification gave: `accepted` tokens of the speculation, then the token `bonus`; and the features of the
+    positions before it.
 
-    `round` is the number of committed tokens that the verification started from, in answers too.
+    `round` is the number of committed tokens that the verification started from, in `ServedSpeculation` too.
     """
 
     request: str
@@ -85,7 +101,7 @@ class ToDraft:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServedSpeculation:
     """The speculation for verification `round` of a request, and where it came from.
 
     `probs_KD` are the distributions the tokens were drawn from, fp32 and bit for bit; None where the tokens were
@@ -101,14 +117,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class FromDraft:
-    """Draft process to target: an answer for each admit and outcome of a `ToDraft`; how long the drafter worked since
-    the last.
+    """Draft process to target: a speculation for each admit and outcome of a `ToDraft`; how long the drafter worked
+    since the last.
 
     `requests` and `blocks` are what the drafter holds now, for the target to compare with its own books; `pong`
     answers a ping.
     """
 
-    answers: tuple[Answer, ...]
+    speculations: tuple[ServedSpeculation, ...]
     busy_seconds: float
     requests: int = 0
     blocks: int = 0
@@ -135,7 +151,7 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(buffer: bytes | memoryview) -> Message:
-    """The message in `buffer`. An other version is refused: both processes have to run the same code."""
+    """The message in `buffer`. Another version is refused: both processes have to run the same code."""
     version, length = _HEAD.unpack_from(buffer)
     if version != VERSION:
         raise UserError(
@@ -190,15 +206,15 @@ def _read_sampling(logit_bias: Sequence[Sequence[Any]], **fields: Any) -> Sampli
 
 
 def _from_draft(message: FromDraft, tensors: list[Tensor]) -> dict[str, Any]:
-    tensors += [answer.probs_KD for answer in message.answers if answer.probs_KD is not None]
-    answers = [[a.request, a.round, a.source, a.tokens, a.probs_KD is not None] for a in message.answers]
-    return {"answers": answers, "rest": [message.busy_seconds, message.requests, message.blocks, message.pong]}
+    tensors += [s.probs_KD for s in message.speculations if s.probs_KD is not None]
+    served = [[s.request, s.round, s.source, s.tokens, s.probs_KD is not None] for s in message.speculations]
+    return {"answers": served, "rest": [message.busy_seconds, message.requests, message.blocks, message.pong]}
 
 
 def _read_from_draft(body: dict[str, Any], tensors: Sequence[Tensor]) -> FromDraft:
     rest = iter(tensors)
-    answers = [
-        Answer(request, round_, Source(source), tuple(tokens), next(rest) if drawn else None)
+    served = [
+        ServedSpeculation(request, round_, Source(source), tuple(tokens), next(rest) if drawn else None)
         for request, round_, source, tokens, drawn in body["answers"]
     ]
-    return FromDraft(tuple(answers), *body["rest"])
+    return FromDraft(tuple(served), *body["rest"])

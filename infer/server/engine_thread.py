@@ -203,7 +203,7 @@ class EngineThread:
                 try:
                     command = self._inbox.get(timeout=REST)
                 except queue.Empty:
-                    engine.rest()
+                    engine.check_idle()
                     continue
                 if command is None:
                     return

@@ -18,9 +18,9 @@ from torch import Tensor
 from drafters.eagle3_ssd.card import DrafterCard
 from drafters.eagle3_ssd.vocab import VocabMap
 from infer.config import EngineSettings, Mode
-from infer.draft.plan import DraftPlan
+from infer.draft.settings import DraftSettings
 from infer.draft.worker import DraftWorker
-from infer.engine.draft_client import Drafting
+from infer.engine.draft_client import DraftClient
 from infer.engine.engine import Engine
 from infer.engine.target import Rows, TargetOutput
 from infer.ipc.channel import LocalChannel, PeerGone
@@ -218,30 +218,32 @@ class Simulation:
         self.settings = EngineSettings(target="", **{**base, **settings})
         self.texts = Texts()
         self.runner: Any = PlainTarget(target_blocks, block_size, self.texts)
-        self.plan = DraftPlan.of(self.settings, mode)
-        each = -(-self.plan.region_tokens // block_size)
+        self.draft_settings = DraftSettings.of(self.settings, mode)
+        each = -(-self.draft_settings.region_tokens // block_size)
         self.draft_blocks = (
             self.settings.batch_size - 1
         ) * each + 2  # not quite enough for a full batch of the longest
         self.block_size = block_size
         self.channel: FaultyChannel
-        self.drafting = Drafting(None if mode is Mode.AR else self._connect)
+        self.draft_client = DraftClient(None if mode is Mode.AR else self._connect)
         if mode is not Mode.AR:
-            self.drafting.start()
-        self.engine = Engine(self.settings, mode, self.runner, self.drafting)
+            self.draft_client.start()
+        self.engine = Engine(self.settings, mode, self.runner, self.draft_client)
 
     @property
     def worker(self) -> DraftWorker:
         """The drafter's side."""
-        return self.channel.worker
+        worker = self.channel.worker
+        assert isinstance(worker, DraftWorker)
+        return worker
 
     def _connect(self) -> FaultyChannel:
         model: Any = PlainDrafter(self.draft_blocks, self.block_size, self.texts)
-        self.channel = FaultyChannel(DraftWorker(model, self.plan))
+        self.channel = FaultyChannel(DraftWorker(model, self.draft_settings))
         return self.channel
 
     def check(self) -> None:
         """Both sides' books."""
         self.engine.check()
-        if self.drafting.state.value not in ("none", "gone"):
+        if self.draft_client.state.value not in ("none", "gone"):
             self.worker.check()

@@ -79,7 +79,7 @@ def soak(
         if expected and rng.random() < 0.02:
             engine.cancel(rng.choice(sorted(expected)))
         if not engine.has_work:
-            engine.rest()
+            engine.check_idle()
             time.sleep(0.05)
         before = time.monotonic()
         outputs = engine.step()
@@ -118,7 +118,7 @@ def settle(engine: Engine, seconds: float = 120.0) -> None:
     calm = 0
     while calm < 4:
         assert time.monotonic() < deadline, f"the drafter does not come back: {engine.draft_state}"
-        engine.rest()
+        engine.check_idle()
         calm = calm + 1 if engine.draft_state is DraftState.SERVING else 0
         time.sleep(0.25)
 

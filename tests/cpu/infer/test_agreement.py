@@ -9,18 +9,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from infer.draft.fallback import Fallback
-from infer.draft.plan import DraftPlan
 from torch import Tensor
 
 from drafters.eagle3_ssd.checkpoint import LoadedDrafter, load_drafter
 from drafters.targets.target import Target, load_target
 from infer.config import Mode
 from infer.draft.model import DraftModel, TapFusion
+from infer.draft.settings import DraftSettings, Fallback
 from infer.draft.state import Speculation
 from infer.draft.worker import DraftWorker
-from infer.engine.request import Source
-from infer.ipc.messages import Admit, Outcome, ToDraft
+from infer.ipc.messages import Admit, Outcome, Source, ToDraft
 from infer.kernels.sampling.params import Sampling
 from tests.plain_drafting import PlainDrafter, PlainRound
 from tests.tiny import save_tiny_drafter, save_tiny_target
@@ -60,8 +58,8 @@ def _loaded(target: Target, directory: Path, shape: Shape) -> LoadedDrafter:
 
 
 def _worker(loaded: LoadedDrafter, refresh: int) -> DraftWorker:
-    plan = DraftPlan(Mode.SSD, K, K, BUDGET, "uniform", Fallback.JIT, refresh, 1.0, 1, 128)
-    return DraftWorker(DraftModel(loaded, plan.region_tokens), plan)
+    draft_settings = DraftSettings(Mode.SSD, K, K, BUDGET, "uniform", Fallback.JIT, refresh, 1.0, 1, 128)
+    return DraftWorker(DraftModel(loaded, draft_settings.region_tokens), draft_settings)
 
 
 def _begin(worker: DraftWorker, features: Tensor) -> tuple[list[int], Speculation]:
@@ -150,7 +148,9 @@ def test_hits_in_a_row_and_a_miss_after_them_match_the_plain_twin(
         round_number = len(committed)
         committed += [*speculation.tokens[:accepted], bonus]
         newest = true_features[len(committed) - 2 - accepted : len(committed) - 1]
-        answer = worker.answer(ToDraft(outcomes=(Outcome("r", round_number, accepted, bonus, newest),))).answers[0]
+        answer = worker.answer(ToDraft(outcomes=(Outcome("r", round_number, accepted, bonus, newest),))).speculations[
+            0
+        ]
         assert answer.source is (Source.HIT if wants_hit else Source.JIT)
         if not wants_hit:
             nodes = twin.committed()
@@ -201,7 +201,7 @@ def test_after_hits_serving_is_the_training_replay(
 
         newest = features[anchor + 1 : anchor + fork + 2]
         outcome = Outcome("r", round_number, fork, path[-1], newest)
-        assert worker.answer(ToDraft(outcomes=(outcome,))).answers[0].source is Source.HIT
+        assert worker.answer(ToDraft(outcomes=(outcome,))).speculations[0].source is Source.HIT
         worker.prepare()
         anchor += fork + 1
         in_flight = worker.requests["r"].in_flight

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from infer.engine.request import Source
 from infer.ipc.channel import FRAME, Inbox, LocalChannel, PeerGone, Wire
-from infer.ipc.messages import Admit, Answer, FromDraft, Outcome, ToDraft, pack
+from infer.ipc.messages import Admit, FromDraft, Outcome, ServedSpeculation, Source, ToDraft, pack
 from infer.kernels.sampling.params import Sampling
 
 SHORT = timedelta(seconds=0.3)
@@ -62,8 +61,8 @@ def test_both_ends_speak(wires: list[Wire]) -> None:
     )
     assert there.admits[0].tokens == admit.tokens and torch.equal(there.admits[0].features_SH, features)
     assert torch.equal(there.outcomes[0].features_SH, features[:3])
-    [back] = _exchange(wires[1], wires[0], [FromDraft((Answer("r", 0, Source.FIRST, (4, 5)),), 0.25)])
-    assert back == FromDraft((Answer("r", 0, Source.FIRST, (4, 5)),), 0.25)
+    [back] = _exchange(wires[1], wires[0], [FromDraft((ServedSpeculation("r", 0, Source.FIRST, (4, 5)),), 0.25)])
+    assert back == FromDraft((ServedSpeculation("r", 0, Source.FIRST, (4, 5)),), 0.25)
 
 
 @pytest.mark.timeout(30)

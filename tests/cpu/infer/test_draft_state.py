@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters.eagle3_ssd.outcomes import Branches
-from infer.draft.state import DraftRequest, Prepared, tree_mask
+from infer.draft.state import DraftRequest, PreparedSpeculations
+from infer.draft.tree import tree_mask
 from infer.kernels.sampling.params import Sampling
 
 
@@ -58,7 +59,7 @@ def test_rows_end_at_the_slot_that_is_named() -> None:
 def test_a_look_up_gives_the_branch_of_its_outcome_and_nothing_else() -> None:
     features_KBH, probs_KBD = torch.arange(12.0).view(2, 3, 2), torch.arange(24.0).view(2, 3, 4)
     branches = Branches((0, 0, 1), (7, 9, 7), (0, 2, 3))
-    prepared = Prepared(
+    prepared = PreparedSpeculations(
         branches, [[1, 2], [3, 4], [5, 6]], features_KBH, probs_KBD, ([[10], [11], []], [[20], [], [22]])
     )
     hit = prepared.look_up(1, 7)

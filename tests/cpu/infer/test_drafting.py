@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import infer.engine.draft_client as drafting_module
-from infer.engine.draft_client import Drafting, DraftState
-from infer.engine.request import Request, SamplingParams, Source
+from infer.engine.draft_client import DraftClient, DraftState
+from infer.engine.request import Request, SamplingParams
 from infer.ipc.channel import PeerGone
-from infer.ipc.messages import Answer, FromDraft, Ready, ToDraft
+from infer.ipc.messages import FromDraft, Ready, ServedSpeculation, Source, ToDraft
 from infer.kernels.sampling.verdict import Verdict
 
 READY = Ready(pid=1, requests=3, tokens=200, block_size=10, scratch_tokens=15)
@@ -81,25 +81,25 @@ def _features(request: Request) -> torch.Tensor:
     return torch.zeros(len(request.tokens) - 1, 2)
 
 
-def _started(*channels: FakeChannel) -> Drafting:
+def _started(*channels: FakeChannel) -> DraftClient:
     """A drafting side whose starts give these channels, the first of them already started."""
     left = list(channels)
-    drafting = Drafting(lambda: left.pop(0))
+    drafting = DraftClient(lambda: left.pop(0))
     drafting.start()
     return drafting
 
 
 def _answer(request: Request, round_: int | None = None) -> FromDraft:
-    return FromDraft((Answer(request.id, round_ or len(request.tokens), Source.HIT, (7,)),), 0.1)
+    return FromDraft((ServedSpeculation(request.id, round_ or len(request.tokens), Source.HIT, (7,)),), 0.1)
 
 
-def _admitted(drafting: Drafting, *requests: Request) -> None:
+def _admitted(drafting: DraftClient, *requests: Request) -> None:
     for request in requests:
         drafting.admit(request, _features(request))
     drafting.send()
 
 
-def _advance(drafting: Drafting, request: Request) -> None:
+def _advance(drafting: DraftClient, request: Request) -> None:
     """A verification that accepted nothing."""
     request.commit([9])
     drafting.report(request, Verdict(0, 9), torch.zeros(1, 2))
@@ -150,13 +150,13 @@ def test_one_that_stays_silent_is_killed_and_started_again() -> None:
     CLOCK.now += drafting_module.GIVE_UP
     drafting.collect([a])
     assert first.killed and drafting.state is DraftState.GONE and drafting.pid is None
-    drafting.tend()
+    drafting.reconnect()
     assert drafting.state is DraftState.GONE, "not at once"
     CLOCK.now += drafting_module.FIRST_PAUSE
-    drafting.tend()
+    drafting.reconnect()
     assert drafting.state is DraftState.STARTING and not drafting.accepts(a)
     second.starts = READY
-    drafting.tend()
+    drafting.reconnect()
     assert drafting.state is DraftState.SERVING and drafting.accepts(a)
 
 
@@ -172,15 +172,15 @@ def test_a_drafter_that_is_gone_is_noticed_wherever_it_is_met(where: str) -> Non
     elif where == "receive":
         assert drafting.collect([a]) == {}
     else:
-        drafting.rest()
+        drafting.check_idle()
     assert drafting.state is DraftState.GONE and not drafting.knows(a)
     CLOCK.now += drafting_module.FIRST_PAUSE
     if where == "start":
         again.gone = True
-        drafting.tend()
+        drafting.reconnect()
         assert drafting.state is DraftState.GONE and again.killed
     else:
-        drafting.tend()
+        drafting.reconnect()
         assert drafting.state is DraftState.SERVING
 
 
@@ -192,13 +192,13 @@ def test_a_start_that_the_system_refuses_is_tried_again() -> None:
             raise error
         return FakeChannel()
 
-    drafting = Drafting(connect)
-    drafting.tend()
+    drafting = DraftClient(connect)
+    drafting.reconnect()
     assert drafting.state is DraftState.GONE and drafting.failures == 1
-    drafting.tend()
+    drafting.reconnect()
     assert drafting.state is DraftState.GONE, "not at once"
     CLOCK.now += drafting_module.FIRST_PAUSE
-    drafting.tend()
+    drafting.reconnect()
     assert drafting.state is DraftState.SERVING
 
 
@@ -207,41 +207,41 @@ def test_pauses_double_with_each_failure_and_start_over_after_a_stable_time() ->
     drafting, pauses = _started(*channels), []
     for channel in channels[:9]:
         channel.gone = True
-        drafting.rest()
+        drafting.check_idle()
         gone = CLOCK.now
         while drafting.state is DraftState.GONE:
             CLOCK.now += 0.5
-            drafting.tend()
+            drafting.reconnect()
         pauses.append(CLOCK.now - gone)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     CLOCK.now += drafting_module.STABLE + 1
     channels[9].gone = True
-    drafting.rest()
+    drafting.check_idle()
     CLOCK.now += 1
-    drafting.tend()
+    drafting.reconnect()
     assert drafting.state is DraftState.SERVING
 
 
 def test_an_idle_drafter_is_asked_and_a_stopped_one_noticed() -> None:
     channel = FakeChannel()
     drafting = _started(channel)
-    drafting.rest()
-    drafting.rest()
+    drafting.check_idle()
+    drafting.check_idle()
     assert [message.ping for message in channel.sent] == [True], "one at a time"
     channel.answers.append(FromDraft((), 0.0, pong=True))
-    drafting.rest()
+    drafting.check_idle()
     assert len(channel.sent) == 2
     CLOCK.now += drafting_module.GIVE_UP + 1
-    drafting.rest()
+    drafting.check_idle()
     assert channel.killed and drafting.state is DraftState.GONE
 
 
 def test_an_idle_drafter_that_holds_something_is_replaced() -> None:
     channel = FakeChannel()
     drafting = _started(channel)
-    drafting.rest()
+    drafting.check_idle()
     channel.answers.append(FromDraft((), 0.0, requests=1, blocks=3, pong=True))
-    drafting.rest()
+    drafting.check_idle()
     assert channel.killed and drafting.state is DraftState.GONE
 
 
@@ -292,9 +292,9 @@ def test_a_farewell_waits_for_the_next_message_while_others_run() -> None:
 
 
 def test_without_a_drafter_nothing_is_known_and_nothing_waits() -> None:
-    drafting, a = Drafting(None), _request("a")
-    drafting.tend()
-    drafting.rest()
+    drafting, a = DraftClient(None), _request("a")
+    drafting.reconnect()
+    drafting.check_idle()
     drafting.send()
     assert drafting.collect([a]) == {} and not drafting.accepts(a) and drafting.state is DraftState.NONE
     drafting.close()
@@ -304,5 +304,5 @@ def test_a_closed_side_stays_closed() -> None:
     channel = FakeChannel()
     drafting = _started(channel)
     drafting.close()
-    drafting.tend()
+    drafting.reconnect()
     assert channel.closed and not channel.killed and drafting.state is DraftState.NONE

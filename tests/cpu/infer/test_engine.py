@@ -13,7 +13,8 @@ import infer.engine.draft_client
 from drafters.base.errors import UserError
 from drafters.targets.target import Target
 from infer.config import EngineSettings, Mode
-from infer.engine.request import FinishReason, Request, SamplingParams, Source
+from infer.engine.request import FinishReason, Request, SamplingParams
+from infer.ipc.messages import Source
 from infer.launch import launch
 from infer.text.detokenize import REPLACEMENT, decode
 from tests.trained import drain, random_prompts, run
@@ -228,8 +229,8 @@ def test_the_drafter_heeds_what_is_done_to_the_logits(
 ) -> None:
     """A bias that leaves one token: who heeds it is always right, who does not hardly ever."""
     with launch(_settings(pair), mode, pair[0], in_process=True) as engine:
-        assert engine.drafting.draft_to_target_D is not None
-        token = int(engine.drafting.draft_to_target_D[70])
+        assert engine.draft_client.draft_to_target_D is not None
+        token = int(engine.draft_client.draft_to_target_D[70])
         name = engine.submit(prompts[0], SamplingParams(NEW, temperature, logit_bias=((token, 100.0),)))
         request = drain(engine)[name]
     assert request.new_tokens == [token] * NEW

@@ -12,7 +12,8 @@ import pytest
 
 from drafters.targets.target import Target
 from infer.config import EngineSettings, Mode
-from infer.engine.request import SamplingParams, Source
+from infer.engine.request import SamplingParams
+from infer.ipc.messages import Source
 from tests.trained import random_prompts, run
 
 NEW = 24

@@ -51,7 +51,7 @@ def _answer(engine: Engine, prompt: list[int], params: SamplingParams = GREEDY) 
 def _drafter_is_idle(engine: Engine) -> bool:
     """Asks the drafter, as an idle engine does: its requests are gone and its blocks free."""
     for _ in range(2):  # the ping goes out, and its answer is taken in; what is wrong there ends the drafter
-        engine.rest()
+        engine.check_idle()
     return engine.draft_alive
 
 
@@ -73,7 +73,7 @@ def test_the_first_token_is_shown_in_the_round_that_sampled_it(
         assert shown == [[], [], [expected[6][:1]]], (
             "40 tokens are three chunks; the last one's forward gives the first token"
         )
-        assert engine.drafting._channel.worker.requests == {}, "it is shown before its speculation is drafted"  # type: ignore[union-attr]
+        assert engine.draft_client._channel.worker.requests == {}, "it is shown before its speculation is drafted"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("mode", list(Mode))
@@ -115,7 +115,7 @@ def test_a_prompt_that_was_there_before_is_computed_from_its_last_full_block_on(
         assert works[0].rows == length - (length - 1) // BLOCK * BLOCK
         assert drain(engine)["again"].new_tokens == alone
         if mode is not Mode.AR:
-            worker = engine.drafting._channel.worker  # type: ignore[union-attr]
+            worker = engine.draft_client._channel.worker  # type: ignore[union-attr]
             found = worker.model.blocks.match_prefix(prompt[0], prompt[1:], 9)
             assert len(found) == (length - 1) // BLOCK, (
                 "the drafter keeps what the target keeps: full blocks of true slots"
@@ -130,7 +130,7 @@ def test_a_second_turn_hits_on_both_sides_and_changes_no_token(
     with _engine(pair) as engine:
         first = _answer(engine, prompts[6], params)
         second = [*first.tokens, 7, 8, 9]
-        worker = engine.drafting._channel.worker  # type: ignore[union-attr]
+        worker = engine.draft_client._channel.worker  # type: ignore[union-attr]
         pools = (engine.runner.blocks.match_prefix("prompt", second, 9), worker.model.blocks.match_prefix(second[0], second[1:], 9))
         assert [len(found) for found in pools] == [3, 3], "40 + 24 tokens: 63 were computed, so three full blocks"
         cached = _answer(engine, second, params)
@@ -148,9 +148,9 @@ def test_a_beginning_that_only_the_target_has_is_drafted_from_its_kept_features(
     """A drafter that was started again knows nothing; the target's cache has keys and features."""
     with _engine(pair) as engine:
         first = _answer(engine, prompts[6])
-        engine.drafting._give_up("a test wants it so")
-        engine.drafting._next_start = 0.0
-        engine.rest()
+        engine.draft_client._give_up("a test wants it so")
+        engine.draft_client._next_start = 0.0
+        engine.check_idle()
         assert engine.draft_alive
         again = _answer(engine, prompts[6])
         assert again.new_tokens == first.new_tokens
@@ -199,11 +199,11 @@ def test_a_drafter_with_little_memory_drafts_for_whom_it_can_hold(
 ) -> None:
     """It says so when it is ready; the others go on without speculations until there is room."""
     with _engine(pair, batch_size=3) as engine:
-        ready = engine.drafting._ready
+        ready = engine.draft_client._ready
         assert ready is not None
         short = type(ready)(ready.pid, 1, ready.tokens, ready.block_size, ready.scratch_tokens)
-        engine.drafting._ready = short
-        worker = engine.drafting._channel.worker  # type: ignore[union-attr]
+        engine.draft_client._ready = short
+        worker = engine.draft_client._channel.worker  # type: ignore[union-attr]
         names, most = [engine.submit(prompt, GREEDY) for prompt in prompts[:6]], 0
         ended: dict[str, Request] = {}
         while engine.has_work:

@@ -108,17 +108,17 @@ class EngineLife(RuleBasedStateMachine):
 
     @rule()
     def drafter_stalls(self) -> None:
-        if self.sim.drafting.state is not DraftState.NONE:
+        if self.sim.draft_client.state is not DraftState.NONE:
             self.sim.channel.silent = True
 
     @rule()
     def drafter_speaks_again(self) -> None:
-        if self.sim.drafting.state is not DraftState.NONE:
+        if self.sim.draft_client.state is not DraftState.NONE:
             self.sim.channel.silent = False
 
     @rule()
     def drafter_dies(self) -> None:
-        if self.sim.drafting.state is not DraftState.NONE:
+        if self.sim.draft_client.state is not DraftState.NONE:
             self.sim.channel.dead = True
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 11.0, 70.0]))
@@ -127,7 +127,7 @@ class EngineLife(RuleBasedStateMachine):
 
     @rule()
     def rest(self) -> None:
-        self.sim.engine.rest()
+        self.sim.engine.check_idle()
 
     @invariant()
     def count_steps(self) -> None:
@@ -143,12 +143,12 @@ class EngineLife(RuleBasedStateMachine):
             self._step()
         assert not self.running and not self.sim.engine.has_work, self.running
         assert self.sim.runner.blocks.num_free == self.sim.runner.blocks.num_blocks
-        if self.sim.drafting.state is not DraftState.NONE:
+        if self.sim.draft_client.state is not DraftState.NONE:
             self.drafter_speaks_again()
             for _ in range(8):
-                self.clock.now += 61.0 if self.sim.drafting.state is not DraftState.SERVING else 0.1
-                self.sim.engine.rest()
-            assert self.sim.drafting.state is DraftState.SERVING
+                self.clock.now += 61.0 if self.sim.draft_client.state is not DraftState.SERVING else 0.1
+                self.sim.engine.check_idle()
+            assert self.sim.draft_client.state is DraftState.SERVING
             assert not self.sim.worker.requests
             assert self.sim.worker.model.blocks.num_free == self.sim.worker.model.blocks.num_blocks
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.draft.fallback import Fallback, NgramIndex, ngram_propose
+from infer.draft.settings import Fallback
+from infer.text.ngram import NgramIndex, ngram_propose
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from infer.engine.request import RoundRecord, Source
+from infer.engine.request import RoundRecord
 from infer.evaluation import figures
+from infer.ipc.messages import Source
 
 
 @dataclass

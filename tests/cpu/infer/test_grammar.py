@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import infer.draft.draws
+import infer.draft.sampler
 from drafters.base.errors import UserError
 from drafters.targets.target import Target, load_target
 from infer.config import EngineSettings, Mode
@@ -218,7 +218,7 @@ def test_the_drafter_is_masked_too(pair: tuple[Target, Path], monkeypatch: pytes
         return sum(r.accepted for r in rounds) / sum(r.offered for r in rounds), sum(hits) / len(hits)
 
     accepted, hits = figures()
-    monkeypatch.setattr(infer.draft.draws, "mask_logits", lambda logits, allowed: None)
+    monkeypatch.setattr(infer.draft.sampler, "mask_logits", lambda logits, allowed: None)
     unmasked_accepted, unmasked_hits = figures()
     assert accepted > 0.25 > 5 * unmasked_accepted
     assert hits > 0.6 > 2 * unmasked_hits

@@ -14,7 +14,7 @@ from drafters.eagle3_ssd.checkpoint import load_drafter
 from drafters.targets.target import Target, load_target
 from infer.config import EngineSettings, Mode
 from infer.draft.model import DraftModel
-from infer.draft.plan import DraftPlan
+from infer.draft.settings import DraftSettings
 from infer.engine.memory import bytes_per_token, free_bytes, plan_pools
 from infer.engine.target import BLOCK, TargetRunner
 from tests.tiny import save_tiny_drafter, save_tiny_target
@@ -80,7 +80,7 @@ def test_bytes_are_those_of_the_pools_and_the_drafter_holds_a_full_batch(target:
         save_tiny_drafter(tmp_path / "d-eagle3", target), target.facts, target.embed_weight, torch.float32
     )
     settings = _settings(kv_tokens=256)
-    plan = DraftPlan.of(settings, Mode.SSD)
+    plan = DraftSettings.of(settings, Mode.SSD)
     pools = plan_pools(settings, target.facts, loaded.config, plan)
     runner, model = TargetRunner(target, pools.target), DraftModel(loaded, pools.draft)
     of_target, of_drafter = bytes_per_token(target.facts, loaded.config, 4)

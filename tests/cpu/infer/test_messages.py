@@ -11,8 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drafters.base.errors import UserError
-from infer.engine.request import Source
-from infer.ipc.messages import VERSION, Admit, Answer, FromDraft, Message, Outcome, Ready, ToDraft, pack, unpack
+from infer.ipc.messages import (
+    VERSION,
+    Admit,
+    FromDraft,
+    Message,
+    Outcome,
+    Ready,
+    ServedSpeculation,
+    Source,
+    ToDraft,
+    pack,
+    unpack,
+)
 from infer.kernels.sampling.params import Sampling
 
 H = 6
@@ -49,8 +60,8 @@ to_draft = st.builds(
 )
 from_draft = st.builds(
     FromDraft,
-    answers=st.lists(
-        st.builds(Answer, ids, counts, st.sampled_from(Source), tokens, st.none() | tensors(11)), max_size=4
+    speculations=st.lists(
+        st.builds(ServedSpeculation, ids, counts, st.sampled_from(Source), tokens, st.none() | tensors(11)), max_size=4
     ).map(tuple),
     busy_seconds=st.floats(0, 1e6),
     requests=counts,
@@ -64,7 +75,7 @@ def flat(message: object) -> object:
     """Comparable: tensors become their dtype, shape and bytes."""
     if isinstance(message, Tensor):
         return str(message.dtype), tuple(message.shape), message.contiguous().view(torch.uint8).tolist()
-    if isinstance(message, (ToDraft, FromDraft, Ready, Admit, Outcome, Answer)):
+    if isinstance(message, (ToDraft, FromDraft, Ready, Admit, Outcome, ServedSpeculation)):
         return type(message).__name__, {name: flat(value) for name, value in vars(message).items()}
     if isinstance(message, tuple):
         return tuple(flat(part) for part in message)
@@ -89,9 +100,9 @@ def test_what_was_read_does_not_hang_on_the_buffer() -> None:
 def test_tensors_keep_their_order_and_special_values() -> None:
     odd = torch.tensor([[float("nan"), float("inf"), -0.0, 1e-45]])
     answers = (
-        Answer("a", 0, Source.HIT, (1,), odd),
-        Answer("b", 1, Source.NONE, ()),
-        Answer("c", 2, Source.JIT, (2,), odd[:0]),
+        ServedSpeculation("a", 0, Source.HIT, (1,), odd),
+        ServedSpeculation("b", 1, Source.NONE, ()),
+        ServedSpeculation("c", 2, Source.JIT, (2,), odd[:0]),
     )
     message = FromDraft(answers, 0.1)
     assert flat(unpack(pack(message))) == flat(message)

@@ -11,13 +11,14 @@ from drafters.eagle3_ssd.checkpoint import load_drafter
 from drafters.eagle3_ssd.speed import PairedTokens
 from drafters.targets.target import Target
 from infer.config import EngineSettings, Mode
-from infer.draft.plan import DraftPlan
-from infer.engine.request import Request, RoundRecord, SamplingParams, Source
+from infer.draft.settings import DraftSettings
+from infer.engine.request import Request, RoundRecord, SamplingParams
 from infer.evaluation.results import retention_record
 from infer.evaluation.retention import hit_rounds, paired_tokens
+from infer.ipc.messages import Source
 from tests.replayed import plan_of, serving_of
 from tests.trained import random_prompts, run
-from train.validation.replay import replay
+from train.validation.round_replay import replay
 
 
 @pytest.mark.parametrize("lookahead", [2, 4])
@@ -38,7 +39,7 @@ def test_fresh_drafts_are_those_of_the_replay(trained_pair: tuple[Target, Path],
     requests = run(settings, Mode.SSD, target, prompts, SamplingParams(max_new_tokens=70, ignore_eos=True))
     pairs = list(paired_tokens(requests, settings, target))
     loaded = load_drafter(drafter, target.facts, target.embed_weight, torch.float32)
-    plan = DraftPlan.of(settings, Mode.SSD)
+    plan = DraftSettings.of(settings, Mode.SSD)
     serving, answers = serving_of(target, loaded, requests, plan)
     (replayed,) = replay(serving, answers, [plan_of(loaded, plan)])
     hits = [[r for r in rounds if r.served_by_hit] for rounds in replayed]

@@ -25,7 +25,8 @@ from drafters.targets.files import resolve_target
 from drafters.targets.target import Target, load_target
 from infer.config import EngineSettings, Mode
 from infer.engine.engine import Engine
-from infer.engine.request import Request, SamplingParams, Source
+from infer.engine.request import Request, SamplingParams
+from infer.ipc.messages import Source
 from infer.launch import launch
 from infer.text.grammar import json_grammar
 from tests.trained import drain
@@ -137,7 +138,7 @@ def test_a_killed_draft_process_changes_no_token(
 ) -> None:
     with _engine(target, Mode.SSD, batch_size=2) as engine:
         requests = _answer(engine, prompts, kill_at=5)
-        assert engine.drafting.failures == 1
+        assert engine.draft_client.failures == 1
     for prompt, request, tokens in zip(prompts, requests, expected, strict=True):
         assert_same_answer(plain, prompt, request.new_tokens, tokens)
     assert {Source.ALONE} < {record.source for record in requests[0].rounds}, (

@@ -12,7 +12,7 @@ from drafters.eagle3_ssd.checkpoint import LoadedDrafter, load_drafter
 from drafters.eagle3_ssd.speed import StepCosts
 from drafters.targets.target import Target, load_target
 from infer.config import EngineSettings, Mode
-from infer.draft.plan import DraftPlan
+from infer.draft.settings import DraftSettings
 from infer.engine.request import Request, SamplingParams
 from infer.evaluation.figures import hit_rate, rounds_of, tokens_per_round
 from tests.replayed import complete, outline, plan_of, rows_of, serving_of, synchronous
@@ -20,8 +20,8 @@ from tests.trained import random_prompts, run
 from train.config import HeldoutSettings, LossSettings
 from train.objective.objective import Objective
 from train.target_features.features import OnlineFeatures
-from train.validation.heldout import Figures, measure, step_costs
-from train.validation.replay import replay
+from train.validation.heldout import HeldoutFigures, measure, step_costs
+from train.validation.round_replay import replay
 
 K, NEW, PROMPTS = 3, 58, 12
 POLICIES = ("uniform", "geometric", "lagged")
@@ -69,7 +69,7 @@ def served(pair: Pair, settings: EngineSettings, mode: Mode) -> list[Request]:
 def test_replayed_rounds_are_the_engines(pair: Pair, changes: dict[str, object]) -> None:
     """Every uncut round of every request: hit or miss, tokens offered, tokens accepted; in SSD order and in SD order."""
     settings = settings_of(pair, **changes)
-    plan = DraftPlan.of(settings, Mode.SSD)
+    plan = DraftSettings.of(settings, Mode.SSD)
     requests = served(pair, settings, Mode.SSD)
     serving, answers = serving_of(pair.target, pair.loaded, requests, plan)
     ssd, sd = replay(serving, answers, [plan_of(pair.loaded, plan), synchronous(plan.lookahead)])
@@ -86,7 +86,7 @@ def test_replayed_rounds_are_the_engines(pair: Pair, changes: dict[str, object])
 
 
 @pytest.fixture(scope="module")
-def figures(pair: Pair) -> Figures:
+def figures(pair: Pair) -> HeldoutFigures:
     requests = served(pair, settings_of(pair), Mode.AR)
     source = OnlineFeatures(pair.target, rows_of(requests), pair.loaded.config.tap_hidden_states_ids)
     head = pair.target.lm_head_weight[pair.loaded.vocab.draft_to_target]
@@ -95,7 +95,7 @@ def figures(pair: Pair) -> Figures:
     return measure(objective, pair.loaded.vocab, source, settings, 10, StepCosts(0.1, 0.01))
 
 
-def test_figures_agree_with_what_the_engine_measures(pair: Pair, figures: Figures) -> None:
+def test_figures_agree_with_what_the_engine_measures(pair: Pair, figures: HeldoutFigures) -> None:
     """Tokens per round within 3 %, hit rate within 2 points; the engine's include the rounds that an answer's end
     cuts.
     """
@@ -107,7 +107,7 @@ def test_figures_agree_with_what_the_engine_measures(pair: Pair, figures: Figure
     assert uniform["hit_rate"] == pytest.approx(hit_rate(ssd), abs=0.02)
 
 
-def test_figures_obey_their_laws(figures: Figures) -> None:
+def test_figures_obey_their_laws(figures: HeldoutFigures) -> None:
     values = figures.values
     assert values["answers"] == values["answers_replayed"] == PROMPTS
     taus = [entry["tau"] for entry in values["sd"]]

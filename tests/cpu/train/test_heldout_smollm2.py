@@ -12,14 +12,14 @@ from data.prompts import read_prompts
 from drafters.eagle3_ssd.checkpoint import load_drafter
 from drafters.targets.target import DTYPES, load_target
 from infer.config import EngineSettings, Mode
-from infer.draft.plan import DraftPlan
+from infer.draft.settings import DraftSettings
 from infer.engine.request import SamplingParams
 from infer.evaluation.figures import hit_rate, rounds_of, tokens_per_round
 from infer.evaluation.retention import paired_tokens
 from tests.replayed import plan_of, serving_of, synchronous
 from tests.trained import run
-from train.validation.chained import hit_rate_of, retention_of
-from train.validation.replay import Round, replay
+from train.validation.round_replay import Round, replay
+from train.validation.serving_figures import hit_rate_of, retention_of
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGET, DTYPE = (
@@ -64,7 +64,7 @@ def test_replay_agrees_with_the_engine() -> None:
     rounds = rounds_of(requests)
 
     loaded = load_drafter(DRAFTER, target.facts, target.embed_weight, DTYPES[DTYPE])
-    plan = DraftPlan.of(settings, Mode.SSD)
+    plan = DraftSettings.of(settings, Mode.SSD)
     with torch.inference_mode():
         serving, answers = serving_of(target, loaded, requests, plan)
         ssd, sd = replay(serving, answers, [plan_of(loaded, plan), synchronous(plan.lookahead)])

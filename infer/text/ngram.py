@@ -1,24 +1,15 @@
-"""What answers a look-up that missed (ssd.md, section 6), and the n-gram look-up in a request's own tokens."""
+"""Prompt look-up: proposes what followed an earlier occurrence of a token sequence's last n-gram."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
-
-
-class Fallback(StrEnum):
-    """How a miss is answered, per request."""
-
-    JIT = "jit"  # draft now, for the missed requests only
-    NGRAM = "ngram"  # a look-up in the request's own tokens, at once
-    NONE = "none"  # an empty speculation: a plain one-token step
 
 
 def ngram_propose(tokens: Sequence[int], lookahead: int, max_n: int = 4, min_n: int = 2) -> list[int]:
     """What followed the latest earlier occurrence of the longest suffix of `tokens` with `min_n` to `max_n` tokens.
 
-    At most `lookahead` tokens, fewer where the text ends sooner, none where no suffix occurred before. Plain twin of
-    `NgramIndex`. `ngram_propose([1, 2, 3, 9, 1, 2], lookahead=2)` is [3, 9].
+    At most `lookahead` tokens, fewer where the text ends sooner, none where no suffix occurred before. The reference
+    for `NgramIndex`. `ngram_propose([1, 2, 3, 9, 1, 2], lookahead=2)` is [3, 9].
     """
     tokens = list(tokens)
     for n in range(min(max_n, len(tokens) - 1), min_n - 1, -1):
@@ -29,20 +20,19 @@ def ngram_propose(tokens: Sequence[int], lookahead: int, max_n: int = 4, min_n: 
 
 
 class NgramIndex:
-    """`ngram_propose` over a growing text: a token is added, and a proposal found, in O(max_n)."""
+    """`ngram_propose` over a growing sequence: appending a token and proposing take O(max_n)."""
 
     def __init__(self, tokens: Sequence[int] = (), max_n: int = 4, min_n: int = 2) -> None:
         self._sizes = range(max_n, min_n - 1, -1)
         self._tokens: list[int] = []
-        self._ends: dict[
-            tuple[int, ...], int
-        ] = {}  # n-gram -> where its latest occurrence that something follows ends
+        # n-gram -> end of its latest occurrence that has a token behind it
+        self._ends: dict[tuple[int, ...], int] = {}
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens."""
         for token in tokens:
-            for suffix in self._suffixes():  # only now does something follow them
+            for suffix in self._suffixes():  # only now does a token follow them
                 self._ends[suffix] = len(self._tokens)
             self._tokens.append(token)
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import NamedTuple
 
 from infer.config import EngineSettings, Mode
-from infer.draft.fallback import Fallback
 
 
-class DraftPlan(NamedTuple):
-    """The settings a drafter works by. In mode sd it drafts when asked and prepares nothing."""
+class Fallback(StrEnum):
+    """How a look-up that misses is answered, per request (infer/draft/README.md, section 4)."""
+
+    JIT = "jit"  # draft now, for the missed requests only
+    NGRAM = "ngram"  # prompt look-up in the request's own tokens, at once
+    NONE = "none"  # an empty speculation: a plain one-token step
+
+
+class DraftSettings(NamedTuple):
+    """The drafter's part of the engine's settings. In mode sd it drafts when asked and prepares nothing."""
 
     mode: Mode
     lookahead: int
@@ -25,20 +33,17 @@ class DraftPlan(NamedTuple):
     prefill_tokens: int = 256
 
     @staticmethod
-    def of(settings: EngineSettings, mode: Mode) -> DraftPlan:
-        """The drafter's part of the engine's settings; a synchronous drafter answers everything by drafting now."""
+    def of(settings: EngineSettings, mode: Mode) -> DraftSettings:
+        """The drafter's part of `settings`. A synchronous drafter (mode sd) answers everything by drafting now."""
         fallback = Fallback.JIT if mode is Mode.SD else Fallback(settings.fallback)
         jit = settings.lookahead if mode is Mode.SD else settings.fallback_lookahead or settings.lookahead
-        shared = {
-            name: getattr(settings, name)
-            for name in DraftPlan._fields
-            if name not in ("mode", "fallback", "jit_lookahead")
-        }
-        return DraftPlan(mode=mode, fallback=fallback, jit_lookahead=jit, **shared)
+        derived = {"mode": mode, "fallback": fallback, "jit_lookahead": jit}
+        shared = {name: getattr(settings, name) for name in DraftSettings._fields if name not in derived}
+        return DraftSettings(**derived, **shared)
 
     @property
     def scratch_tokens(self) -> int:
-        """Keys that a request needs behind its own: the in-flight slots, and a tree."""
+        """KV slots that a request needs behind its own tokens: the in-flight slots and a tree, K (1 + budget)."""
         return self.lookahead * (1 + self.budget)
 
     @property
@@ -48,5 +53,5 @@ class DraftPlan(NamedTuple):
 
     @property
     def region_tokens(self) -> int:
-        """Keys of the longest request."""
+        """KV slots of the longest request, scratch included."""
         return self.max_model_len + self.scratch_tokens
