@@ -13,7 +13,7 @@ from torch import Tensor
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.eagle3_ssd.outcomes import find, select
 from drafters.eagle3_ssd.vocab import VocabMap
-from train.validation.replay import Plan, Round
+from train.validation.round_replay import FanOutPlan, Round
 
 
 class Node(NamedTuple):
@@ -25,7 +25,9 @@ class Node(NamedTuple):
 
 
 class PlainDrafter:
-    """Evaluates one slot at a time over an explicit list of visible nodes. Slow, and obviously what ssd.md says."""
+    """Evaluates one slot at a time over an explicit list of visible nodes. Slow, and plainly what
+    infer/draft/README.md, section 3, says.
+    """
 
     def __init__(self, model: Eagle3Drafter) -> None:
         self.model = model
@@ -97,10 +99,10 @@ def plain_rounds(
     tokens: Sequence[int],
     features: Sequence[Tensor],
     first: int,
-    plan: Plan,
+    plan: FanOutPlan,
     refresh: int = 0,
 ) -> list[Round]:
-    """The rounds of a greedy answer `tokens[first:]`, by `ssd.md` section 5 to the letter: whole speculations, drafted
+    """The rounds of a greedy answer `tokens[first:]`, by infer/draft/README.md, section 3, to the letter: whole speculations, drafted
     as served.
 
     Each round: the committed slots, the glue over all tokens in flight, the choice of branches, the branch of the

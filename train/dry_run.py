@@ -63,7 +63,7 @@ class Cost(NamedTuple):
     parts: list[Part]
 
 
-class Plan(NamedTuple):
+class RunEstimate(NamedTuple):
     """Everything that is printed."""
 
     settings: TrainSettings
@@ -77,7 +77,7 @@ class Plan(NamedTuple):
 
 def dry_run(settings: TrainSettings, recipe: Path, launch: Launch, console: Console) -> None:
     """Print the plan of a run."""
-    plan = make_plan(settings, recipe, launch)
+    plan = estimate(settings, recipe, launch)
     console.print(_facts(plan))
     console.print(_stages(plan))
     console.print(_memory(plan))
@@ -85,7 +85,7 @@ def dry_run(settings: TrainSettings, recipe: Path, launch: Launch, console: Cons
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def make_plan(settings: TrainSettings, recipe: Path, launch: Launch) -> Plan:
+def estimate(settings: TrainSettings, recipe: Path, launch: Launch) -> RunEstimate:
     """Sizes, rows and costs of a run."""
     if settings.batch.rows_per_step % launch.ranks:
         raise UserError(
@@ -99,7 +99,7 @@ def make_plan(settings: TrainSettings, recipe: Path, launch: Launch) -> Plan:
     rows, device = packed_rows(settings, target), this_cpu() if launch.device == "cpu" else gpu_named(launch.device)
     turns = rows.turns
     costs = [stage_cost(settings, launch, target, config, turns, device, stage) for stage in settings.curriculum]
-    return Plan(settings, launch, target, config, rows, device, costs)
+    return RunEstimate(settings, launch, target, config, rows, device, costs)
 
 
 def packed_rows(settings: TrainSettings, target: TargetSize) -> Rows:
@@ -153,16 +153,16 @@ def stage_cost(
     """One step of a stage on average over the data; memory for the largest of its forwards."""
     done = stage_forwards(settings, stage, turns, launch.ranks)
     number = sum(forward.rows for forward in done) / settings.batch.rows_per_step
-    work = sum(flops(products(config, forward)) for forward in done) / number
+    total_flops = sum(flops(products(config, forward)) for forward in done) / number
     if settings.features.mode == "online":
-        work += 2 * target.multiplied * settings.batch.rows_per_step * settings.data.row_length
+        total_flops += 2 * target.multiplied * settings.batch.rows_per_step * settings.data.row_length
     largest = max(done, key=lambda forward: (forward.anchors, sum(forward.predictions)))
     parts = memory(config, largest, _place(settings, launch, target), settings.loss.recompute)
-    seconds = work / (launch.ranks * device.flops * launch.share)
+    seconds = total_flops / (launch.ranks * device.flops * launch.share)
     if launch.device != "cpu":
         steps = sum(forward.passes * config.num_hidden_layers for forward in done) / number / launch.ranks
         seconds = max(seconds, steps * LAUNCHES)
-    return Cost(stage, sum(sum(forward.predictions) for forward in done) / number, work, seconds, parts)
+    return Cost(stage, sum(sum(forward.predictions) for forward in done) / number, total_flops, seconds, parts)
 
 
 def stage_forwards(settings: TrainSettings, stage: Stage, turns: list[list[int]], ranks: int) -> list[Forward]:
@@ -221,12 +221,12 @@ def _target_bytes(settings: TrainSettings, target: TargetSize) -> float:
     return (2 if settings.dtype == "bfloat16" else 4) * target.parameters
 
 
-def _store_bytes(plan: Plan) -> int:
+def _store_bytes(plan: RunEstimate) -> int:
     tokens = len(plan.rows.rows) * plan.settings.data.row_length if plan.rows.counted else 10**6
     return store_bytes(1, tokens, plan.config.target_hidden_size)
 
 
-def _facts(plan: Plan) -> Table:
+def _facts(plan: RunEstimate) -> Table:
     settings, config, sizes = plan.settings, plan.config, parameters(plan.config)
     table = Table(show_header=False, box=None, pad_edge=False)
     layers = f"{config.num_hidden_layers} layer{'s' if config.num_hidden_layers > 1 else ''}"
@@ -251,7 +251,7 @@ def _facts(plan: Plan) -> Table:
     return table
 
 
-def _stages(plan: Plan) -> Table:
+def _stages(plan: RunEstimate) -> Table:
     table = Table(title=f"A step of each stage, on {plan.launch.ranks} x {plan.launch.device}", title_justify="left")
     for heading in ("steps", "depth", "anchors", "predictions", "FLOPs", "seconds", "hours", "peak of a rank"):
         table.add_column(heading, justify="right")
@@ -264,7 +264,7 @@ def _stages(plan: Plan) -> Table:
     return table
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(plan: RunEstimate) -> Table:
     most = max(plan.costs, key=lambda cost: peak(cost.parts))
     table = Table(
         title=f"Memory of a rank at its peak, depth {most.stage.depth}", title_justify="left", show_header=False
@@ -282,7 +282,7 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _conclusions(plan: Plan) -> list[str]:
+def _conclusions(plan: RunEstimate) -> list[str]:
     settings, launch = plan.settings, plan.launch
     moved = moved_bytes(
         plan.config, launch.ranks, launch.sharding, settings.batch.rows_per_step, settings.data.row_length
@@ -314,7 +314,7 @@ def _conclusions(plan: Plan) -> list[str]:
     return lines
 
 
-def _heldout_flops(plan: Plan) -> float:
+def _heldout_flops(plan: RunEstimate) -> float:
     """Of one measurement in one process, on rows like those of training: forwards for figures per depth; the replay
     takes as much again.
     """

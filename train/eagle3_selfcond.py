@@ -20,7 +20,7 @@ except ModuleNotFoundError:
 from drafters.base.settings import deprecated_names_help, load_settings
 from train.config import TrainSettings
 from train.costs.gpus import gpu_named
-from train.costs.memory import spread_of
+from train.costs.memory import launch_sharding
 from train.parallel import malloc
 
 DESCRIPTION = """\
@@ -59,8 +59,8 @@ def main(argv: list[str]) -> int:
     # A sharded target's parts belong to a process group; otherwise nothing of the preparation needs one, and nobody
     # waits in it.
     accelerator = start_accelerator() if settings.features.target == "sharded" else None
-    prepared = prepare(settings, Caller(device, here, options.yes, console.say, console.show))
-    train(settings, prepared, console, accelerator)
+    setup = prepare(settings, Caller(device, here, options.yes, console.say, console.show))
+    train(settings, setup, console, accelerator)
     return 0
 
 
@@ -93,7 +93,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def plan(settings: TrainSettings, options: argparse.Namespace) -> int:
     """Print what the run would take."""
-    ranks, sharding = spread_of(options.launch)
+    ranks, sharding = launch_sharding(options.launch)
     ranks = ranks if options.ranks is None else options.ranks
     if ranks < 1 or not 0 < options.share <= 1:
         raise UserError(

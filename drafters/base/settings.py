@@ -190,7 +190,7 @@ def _merge(base: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _explain(kind: type[BaseModel], error: ValidationError, where: str) -> UserError:
+def _explain(kind: type[Settings], error: ValidationError, where: str) -> UserError:
     first = error.errors()[0]
     path = [str(part) for part in first["loc"]]
     name = ".".join(path)

@@ -32,7 +32,7 @@ class Sharding(StrEnum):
     FSDP2 = "fsdp2"
 
 
-def spread_of(launch: str | None) -> tuple[int, Sharding]:
+def launch_sharding(launch: str | None) -> tuple[int, Sharding]:
     """Processes and sharding of an accelerate config; one process without one."""
     if launch is None:
         return 1, Sharding.NONE

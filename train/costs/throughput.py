@@ -61,9 +61,9 @@ class Meter:
         first step alone.
         """
         times = {stage: median(recent) for stage, recent in self.times.items()}
-        return seconds_left(self.curriculum, step, times, self.work) if times else None
+        return seconds_left(self.curriculum, step, times, self.stage_flops) if times else None
 
-    def work(self, stage: Stage) -> float:
+    def stage_flops(self, stage: Stage) -> float:
         """FLOPs of a step of `stage` on rows like those of the newest step."""
         planned = [in_stage(forward, stage, self.serving.lookahead, self.serving.refresh) for forward in self.seen]
         return float(sum(flops(products(self.config, forward)) for forward in planned))
@@ -90,7 +90,7 @@ def stage_number(curriculum: Sequence[Stage], step: int) -> int:
 
 
 def seconds_left(
-    curriculum: Sequence[Stage], step: int, times: Mapping[int, float], work: Callable[[Stage], float]
+    curriculum: Sequence[Stage], step: int, times: Mapping[int, float], flops_of: Callable[[Stage], float]
 ) -> float:
     """Time from before `step` to the end, from step times of the stages seen.
 
@@ -103,7 +103,7 @@ def seconds_left(
         remaining = max(0, first + stage.steps - max(step, first))
         if remaining:
             total += remaining * (
-                times[number] if number in times else times[last] * work(stage) / work(curriculum[last])
+                times[number] if number in times else times[last] * flops_of(stage) / flops_of(curriculum[last])
             )
         first += stage.steps
     return total

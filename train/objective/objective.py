@@ -20,7 +20,7 @@ from train.config import LossSettings
 from train.objective.accelerate import accelerate
 from train.objective.supervision import supervised
 from train.objective.unroll import Rows, deeper_steps, first_step, glue_replay, stale_features
-from train.objective.visits import Visits
+from train.objective.visits import DepthVisits
 from train.ops.head_loss.op import head_losses, teacher_probabilities
 from train.ops.head_loss.terms import LossOptions, PredictionStats, Teacher
 from train.ops.weight_gradients import gathered_over_calls
@@ -59,7 +59,7 @@ class Counts(NamedTuple):
 
 
 def choose_anchors(
-    features: Features, per_row: int | None, row_keys: Sequence[str], serving: Visits | None = None
+    features: Features, per_row: int | None, row_keys: Sequence[str], serving: DepthVisits | None = None
 ) -> Anchors:
     """All anchors with a supervised second step, or `per_row` of them drawn at random, in each row.
 
@@ -89,7 +89,7 @@ def choose_anchors(
     )
 
 
-def _rounds(features: Features, places_BA: Tensor, draws_2BA: Tensor, serving: Visits) -> Rounds:
+def _rounds(features: Features, places_BA: Tensor, draws_2BA: Tensor, serving: DepthVisits) -> Rounds:
     """A shift by the shares of rounds, a fork by the outcomes at that shift. Shifts that would leave the turn become
     0.
     """
@@ -102,7 +102,7 @@ def _rounds(features: Features, places_BA: Tensor, draws_2BA: Tensor, serving: V
     return Rounds(shifts, forks, reach.shape[1] - 1, serving.refresh)
 
 
-class Outline(NamedTuple):
+class PlannedPredictions(NamedTuple):
     """What some of the drafter's outputs predict, [B, S] each: token anchor + 2 + ahead, `depth` steps from a true
     feature.
     """
@@ -114,14 +114,14 @@ class Outline(NamedTuple):
     supervised: Tensor  # bool
 
 
-def outlines(features: Features, anchors: Anchors, depth: int) -> list[Outline]:
+def planned_predictions(features: Features, anchors: Anchors, depth: int) -> list[PlannedPredictions]:
     """Of step 0 at every slot, then of steps 1..depth; or, where rounds are replayed, of their glue slots 1..K and
     branches' steps.
 
     A glue slot is a fork where the round reaches it, up to K - 1: beyond full acceptance nothing is rejected.
     """
     every = _every_slot(features)
-    first = _outline(
+    first = _planned(
         features,
         every,
         torch.zeros_like(every),
@@ -134,7 +134,7 @@ def outlines(features: Features, anchors: Anchors, depth: int) -> list[Outline]:
         steps = [torch.full_like(places, d) for d in range(1, depth + 1)]
         return [
             first,
-            *(_outline(features, places, d, d, torch.ones_like(anchors.valid), anchors.valid) for d in steps),
+            *(_planned(features, places, d, d, torch.ones_like(anchors.valid), anchors.valid) for d in steps),
         ]
     shifts, forks, lookahead, refresh = anchors.rounds
     step = torch.arange(1, lookahead + 1, device=places.device)
@@ -143,16 +143,16 @@ def outlines(features: Features, anchors: Anchors, depth: int) -> list[Outline]:
     )
     step = step.repeat(places.shape[1]).expand_as(anchor)
     glue_depth, fork_depth = (torch.where(k <= refresh, k, shift + k) for k in (step, fork))  # as `visits.fork_depth`
-    glue = _outline(features, anchor, shift + step, glue_depth, (step <= fork) & (step < lookahead), valid)
-    branch = _outline(features, anchor, shift + fork + step, fork_depth + step, torch.zeros_like(valid), valid)
+    glue = _planned(features, anchor, shift + step, glue_depth, (step <= fork) & (step < lookahead), valid)
+    branch = _planned(features, anchor, shift + fork + step, fork_depth + step, torch.zeros_like(valid), valid)
     return [first, glue, branch]
 
 
-def _outline(
+def _planned(
     features: Features, anchors: Tensor, ahead: Tensor, depth: Tensor, forks: Tensor, valid: Tensor | None
-) -> Outline:
+) -> PlannedPredictions:
     mask = supervised(features.document_ids, features.turn_ids, anchors, ahead)
-    return Outline(anchors, ahead, depth, forks, mask if valid is None else mask & valid)
+    return PlannedPredictions(anchors, ahead, depth, forks, mask if valid is None else mask & valid)
 
 
 def predictions(features: Features, anchors: Anchors, depth: int) -> Tensor:
@@ -169,7 +169,7 @@ def count(features: Features, anchors: Anchors, depth: int) -> Counts:
     there_are = [
         supervised(features.document_ids, features.turn_ids, _every_slot(features), d).sum() for d in range(depth + 1)
     ]
-    parts = outlines(features, anchors, depth)
+    parts = planned_predictions(features, anchors, depth)
     computed = torch.cat([part.depth[part.supervised] for part in parts])
     forks = torch.cat([part.depth[part.supervised & part.forks] for part in parts])
     return Counts(
@@ -223,7 +223,7 @@ class Objective(nn.Module):
         with self._gathering(device), torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
             hidden, depths, forks, rows = [], [], [], []
             for output, part in zip(
-                self.outputs(features, anchors, depth), outlines(features, anchors, depth), strict=True
+                self.outputs(features, anchors, depth), planned_predictions(features, anchors, depth), strict=True
             ):
                 row, slot = part.supervised.nonzero(as_tuple=True)
                 place = (
@@ -247,7 +247,7 @@ class Objective(nn.Module):
         return gathered_over_calls(self.drafter) if gathers else nullcontext()
 
     def outputs(self, features: Features, anchors: Anchors, depth: int) -> Iterator[Tensor]:
-        """The drafter's pre-norm outputs [B, S, H], in the order of `outlines`."""
+        """The drafter's pre-norm outputs [B, S, H], in the order of `planned_predictions`."""
         rows = Rows(features.token_ids, features.positions, features.document_ids)
         fused = self.drafter.fuse(features.taps.to(self.dtype))
         recompute = self.settings.recompute

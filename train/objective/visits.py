@@ -20,7 +20,7 @@ MEMORY = 0.98  # what is left of a step's counts one step later: figures of the 
 SQUARINGS = 9  # 512 rounds: the chain starts anew at each miss, so it has mixed long before
 
 
-Tally = tuple[
+DepthCounts = tuple[
     tuple[float, ...], ...
 ]  # for each depth: predictions, correct, listed, found; plain numbers, so that a state holds it
 
@@ -35,7 +35,7 @@ class Rates(NamedTuple):
     found: Sequence[float]
 
 
-class Visits(NamedTuple):
+class DepthVisits(NamedTuple):
     """Rates per round of serving. `drafts[d]`: tokens drafted at depth d, and bonus tokens after full acceptance,
     which the same loss trains; `forks[d]`: rounds that reach a fork k < K there.
     """
@@ -54,7 +54,7 @@ class DepthWeights(NamedTuple):
     bonus: list[float]
 
 
-def depth_weights(settings: LossSettings, serving: ServingSettings, depth: int, tally: Tally) -> DepthWeights:
+def depth_weights(settings: LossSettings, serving: ServingSettings, depth: int, tally: DepthCounts) -> DepthWeights:
     """`decay`: gamma^d; `flat`: 1; `visited`: as often as serving visits a depth, with mean 1 for the base loss.
 
     Under `visited` the bonus loss is weighted by how often a round reaches a fork at that depth, in the same unit, a
@@ -68,13 +68,13 @@ def depth_weights(settings: LossSettings, serving: ServingSettings, depth: int, 
     return DepthWeights(*([unit * value for value in values[: depth + 1]] for values in (seen.drafts, seen.forks)))
 
 
-def serving_visits(serving: ServingSettings, max_shift: int, tally: Tally) -> Visits:
+def serving_visits(serving: ServingSettings, max_shift: int, tally: DepthCounts) -> DepthVisits:
     """What serving visits by the drafter's own figures."""
     lookahead = serving.lookahead
     return visits(rates(tally, max_shift + lookahead + 1), lookahead, max_shift, serving.refresh)
 
 
-def remember(tally: Tally, counts: Sequence[Sequence[float]]) -> Tally:
+def remember(tally: DepthCounts, counts: Sequence[Sequence[float]]) -> DepthCounts:
     """The tally after one more step, whose counts by depth are sums over all processes."""
     depths = max(len(tally), len(counts))
     empty = (0.0,) * 4
@@ -85,7 +85,7 @@ def remember(tally: Tally, counts: Sequence[Sequence[float]]) -> Tally:
     )
 
 
-def rates(tally: Tally, depths: int) -> Rates:
+def rates(tally: DepthCounts, depths: int) -> Rates:
     """Rates at `depths` depths. Nothing measured counts as one half; a depth not measured yet is taken like the one
     before it.
     """
@@ -98,7 +98,7 @@ def rates(tally: Tally, depths: int) -> Rates:
     return Rates(*zip(*rows, strict=True))
 
 
-def visits(rates: Rates, lookahead: int, max_shift: int, refresh: int = 0) -> Visits:
+def visits(rates: Rates, lookahead: int, max_shift: int, refresh: int = 0) -> DepthVisits:
     """The long run of serving with K = `lookahead`; shifts beyond `max_shift` are cut to it. `rates` go to depth
     max_shift + K.
 
@@ -112,7 +112,7 @@ def visits(rates: Rates, lookahead: int, max_shift: int, refresh: int = 0) -> Vi
             drafts[shift + k] += share
             forks[fork_depth(shift, k, refresh)] += share * reach[shift][k]
         drafts[fork_depth(shift, lookahead, refresh)] += share * reach[shift][lookahead]
-    return Visits(drafts, forks, shifts, reach, refresh)
+    return DepthVisits(drafts, forks, shifts, reach, refresh)
 
 
 def fork_depth(shift: int, k: int, refresh: int = 0) -> int:

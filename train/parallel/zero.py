@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO stages 1 to 3 as a way to spread training (`train.parallel.spread`).
+"""DeepSpeed's ZeRO stages 1 to 3 as a way to spread training (`train.parallel.strategy`).
 
 The engine clips, steps and clears gradients itself. It divides gradients by the number of processes and by its own
 accumulation count; the count is kept at 1 and parts of a step are told apart by the boundary flag, so what arrives is
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from drafters.base.errors import UserError
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from train.objective.objective import Objective
-from train.parallel.spread import check_finite, drafter_of
+from train.parallel.strategy import check_finite, drafter_of
 from train.trainer.state import MOMENTS, TrainingState
 
 KEEP_ALL = 10**12  # parameters
@@ -59,7 +59,7 @@ def configure(accelerator: Accelerator, rows_per_forward: int, clip_norm: float)
     )
 
 
-class Zero:
+class ZeroStrategy:
     """ZeRO stage 1, 2 or 3."""
 
     def __init__(self, accelerator: Accelerator, objective: Objective, optimizer: torch.optim.Optimizer) -> None:
@@ -69,17 +69,17 @@ class Zero:
         self.zero: Any = self.module.optimizer
 
     def forward_of(self, is_last: bool) -> AbstractContextManager[None]:
-        """See `train.parallel.spread.Spread`."""
+        """See `train.parallel.strategy.ParallelStrategy`."""
         del is_last
         return nullcontext()
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """See `train.parallel.spread.Spread`."""
+        """See `train.parallel.strategy.ParallelStrategy`."""
         self.module.set_gradient_accumulation_boundary(is_boundary=is_last)
         self.module.backward(loss)
 
     def update(self, lr: float) -> float:
-        """See `train.parallel.spread.Spread`."""
+        """See `train.parallel.strategy.ParallelStrategy`."""
         for group in self.zero.param_groups:
             group["lr"] = lr
         self.module.step()
@@ -88,7 +88,7 @@ class Zero:
         return norm
 
     def state(self) -> TrainingState | None:
-        """See `train.parallel.spread.Spread`."""
+        """See `train.parallel.strategy.ParallelStrategy`."""
         self._link()
         weights: dict[str, Tensor] = {}
         moments: dict[str, dict[str, Tensor]] = {moment: {} for moment in MOMENTS}
@@ -101,7 +101,7 @@ class Zero:
         return TrainingState(weights, moments, updates) if self.accelerator.is_main_process else None
 
     def restore(self, state: TrainingState) -> None:
-        """See `train.parallel.spread.Spread`."""
+        """See `train.parallel.strategy.ParallelStrategy`."""
         for part in self._parts():
             own = {moment: torch.zeros_like(part) for moment in MOMENTS}
             self.zero.optimizer.state[part] = {"step": torch.tensor(float(state.updates), device=part.device), **own}
@@ -111,7 +111,7 @@ class Zero:
                 self._set(parameter, state.moments[moment][name], moment)
 
     def whole_drafter(self) -> Eagle3Drafter | None:
-        """See `train.parallel.spread.Spread`."""
+        """See `train.parallel.strategy.ParallelStrategy`."""
         drafter = self.objective.drafter
         if self.stage < 3:
             return drafter if self.accelerator.is_main_process else None

@@ -9,13 +9,13 @@ from drafters.eagle3_ssd.card import DrafterCard
 from drafters.eagle3_ssd.checkpoint import save_drafter
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from train.trainer.run import Run
-from train.validation.heldout import Figures
+from train.validation.heldout import HeldoutFigures
 
 
-def write_drafter(run: Run, name: str, drafter: Eagle3Drafter, step: int, figures: Figures) -> None:
+def write_drafter(run: Run, name: str, drafter: Eagle3Drafter, step: int, figures: HeldoutFigures) -> None:
     """The canonical directory `name`, with a card that says what was done."""
-    settings, prepared = run.settings, run.prepared
-    facts = prepared.target.facts
+    settings, setup = run.settings, run.setup
+    facts = setup.target.facts
     stages = [settings.stage_at(done) for done in range(step)]
     card = DrafterCard(
         target=facts.name,
@@ -24,7 +24,7 @@ def write_drafter(run: Run, name: str, drafter: Eagle3Drafter, step: int, figure
         template_hash=facts.template_hash,
         template_options=settings.data.template.recorded(),
         commit=_commit(),
-        data=prepared.data,
+        data=setup.data,
         training={"steps": step, **settings.model_dump(mode="json", exclude={"wandb", "output", "features"})},
         heldout=figures.values,
         lookahead=settings.heldout.lookahead,
@@ -32,7 +32,7 @@ def write_drafter(run: Run, name: str, drafter: Eagle3Drafter, step: int, figure
         trained_length=settings.data.row_length,
         **figures.for_serving(),
     )
-    save_drafter(run.output / name, drafter, prepared.start.vocab, card)
+    save_drafter(run.output / name, drafter, setup.start.vocab, card)
 
 
 def _commit() -> str | None:

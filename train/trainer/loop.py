@@ -16,26 +16,26 @@ from train.monitor.console import Console
 from train.monitor.metrics import METRICS_FILE, Metrics, keep_until
 from train.objective.objective import Objective
 from train.parallel.launch import agreed, start_accelerator
-from train.parallel.spread import load_weights, share
+from train.parallel.strategy import load_weights, share
 from train.report import write_report
 from train.trainer.export import write_drafter
-from train.trainer.prepare import Prepared
-from train.trainer.run import Run, check_batch, make_objective, spread_over
+from train.trainer.prepare import TrainingSetup
+from train.trainer.run import Run, check_batch, make_objective, parallel_strategy
 from train.trainer.state import Progress, StopRequest, newest_state, save_state
 from train.trainer.step import train_step
-from train.validation.heldout import Figures, measure, step_costs
+from train.validation.heldout import HeldoutFigures, measure, step_costs
 
 BEST, FINAL = "best-eagle3", "final-eagle3"
 
 
 def train(
-    settings: TrainSettings, prepared: Prepared, console: Console, accelerator: Accelerator | None = None
+    settings: TrainSettings, setup: TrainingSetup, console: Console, accelerator: Accelerator | None = None
 ) -> Path:
     """Train to the end of the curriculum, from the newest state if there is one. Returns the drafter's directory.
 
     `accelerator` where the processes know of each other already.
     """
-    run, progress = begin(settings, prepared, console, accelerator or start_accelerator())
+    run, progress = begin(settings, setup, console, accelerator or start_accelerator())
     deadline = math.inf if settings.minutes is None else time.monotonic() + 60 * settings.minutes
     total, is_new = settings.total_steps, False
     if agreed(progress.step == total and not (run.output / FINAL).is_dir()):  # killed after the last step
@@ -66,49 +66,49 @@ def train(
 
 
 def begin(
-    settings: TrainSettings, prepared: Prepared, console: Console, accelerator: Accelerator
+    settings: TrainSettings, setup: TrainingSetup, console: Console, accelerator: Accelerator
 ) -> tuple[Run, Progress]:
     """Take up the newest state and wrap the module."""
     console.speaks = accelerator.is_main_process
     check_batch(settings, accelerator.num_processes)
     console.say(f"training in {accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}")
     output = Path(settings.output)
-    found = newest_state(output / "states", prepared.key, console.say) if accelerator.is_main_process else None
+    found = newest_state(output / "states", setup.key, console.say) if accelerator.is_main_process else None
     saved = share(found, accelerator)
-    objective = make_objective(settings, prepared)
+    objective = make_objective(settings, setup)
     if saved is not None:
         load_weights(objective.drafter, saved.state)
-    spread = spread_over(accelerator, objective.to(accelerator.device), settings)
+    strategy = parallel_strategy(accelerator, objective.to(accelerator.device), settings)
     if saved is not None:
-        spread.restore(saved.state)
+        strategy.restore(saved.state)
     progress = Progress() if saved is None else saved.progress
     if accelerator.is_main_process:
         keep_until(output / METRICS_FILE, progress.step)
     metrics = Metrics(settings, output, accelerator.is_main_process, console.say)
     meter = Meter(objective.drafter.config, settings.curriculum, settings.serving, accelerator.device, objective.dtype)
-    return Run(settings, prepared, console, accelerator, objective, spread, metrics, meter), progress
+    return Run(settings, setup, console, accelerator, objective, strategy, metrics, meter), progress
 
 
 def save(run: Run, progress: Progress) -> None:
     """Gather the training state and write it, in the first process."""
-    state = run.spread.state()
+    state = run.strategy.state()
     if state is not None:
-        save_state(run.output / "states", state, progress, run.prepared.key, run.settings.checkpoint.keep)
+        save_state(run.output / "states", state, progress, run.setup.key, run.settings.checkpoint.keep)
 
 
 def evaluate(run: Run, progress: Progress, is_last: bool) -> Progress:
     """Measure on held-out data in the first process, keep the best drafter and the last one; the others wait, and
     learn how it went.
     """
-    drafter = run.spread.whole_drafter()
+    drafter = run.strategy.whole_drafter()
     progress = progress._replace(measured_since=progress.measured_since + 1)
     if drafter is not None:
-        settings, prepared = run.settings, run.prepared
+        settings, setup = run.settings, run.setup
         own = run.objective
         whole = Objective(drafter, own.target_head, own.draft_to_target, own.settings, own.dtype)
-        costs = step_costs(settings.heldout, drafter, prepared.target)
+        costs = step_costs(settings.heldout, drafter, setup.target)
         figures = measure(
-            whole, prepared.start.vocab, prepared.heldout, settings.heldout, settings.batch.rows_per_forward, costs
+            whole, setup.start.vocab, setup.heldout, settings.heldout, settings.batch.rows_per_forward, costs
         )
         run.metrics.write({"step": progress.step, "heldout": figures.values})
         run.console.say(_heldout_line(progress.step, figures))
@@ -141,7 +141,7 @@ def end(run: Run) -> None:
     run.accelerator.end_training()
 
 
-def _heldout_line(step: int, figures: Figures) -> str:
+def _heldout_line(step: int, figures: HeldoutFigures) -> str:
     values = figures.values
     accuracy = " ".join(f"{a:.3f}" for a in values["accuracy"])
     parts = [

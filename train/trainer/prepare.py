@@ -42,7 +42,7 @@ class Caller(NamedTuple):
     show: ShowProgress
 
 
-class Prepared(NamedTuple):
+class TrainingSetup(NamedTuple):
     """What the training loop needs. `data` describes the data set for the card. The target's layers are there only if
     they run in it.
     """
@@ -55,7 +55,7 @@ class Prepared(NamedTuple):
     key: str
 
 
-def prepare(settings: TrainSettings, caller: Caller) -> Prepared:
+def prepare(settings: TrainSettings, caller: Caller) -> TrainingSetup:
     """Prepare a run, in every process."""
     say, shards = caller.say, caller.rank.local_world if settings.features.target == "sharded" else 1
     try:
@@ -102,9 +102,9 @@ def prepare(settings: TrainSettings, caller: Caller) -> Prepared:
     key = _key(settings, target, rows[0])
     if settings.features.mode == "online":
         training, measured_on = online(settings, target, rows, taps)
-        return Prepared(target, first, training, measured_on, data, key)
+        return TrainingSetup(target, first, training, measured_on, data, key)
     training, measured_on = offline(settings, target, rows, taps, caller)
-    return Prepared(
+    return TrainingSetup(
         replace(target, model=None), first, training, measured_on, data, key
     )  # its layers are not needed any more
 

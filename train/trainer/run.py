@@ -18,19 +18,19 @@ from train.costs.throughput import Meter
 from train.monitor.console import Console
 from train.monitor.metrics import Metrics
 from train.objective.objective import Objective
-from train.parallel.spread import Replicated, Spread
-from train.trainer.prepare import Prepared
+from train.parallel.strategy import ParallelStrategy, TorchStrategy
+from train.trainer.prepare import TrainingSetup
 
 
 class Run(NamedTuple):
     """What stays the same from the first step to the last."""
 
     settings: TrainSettings
-    prepared: Prepared
+    setup: TrainingSetup
     console: Console
     accelerator: Accelerator
-    objective: Objective  # the plain module; `spread.module` wraps it for several processes
-    spread: Spread
+    objective: Objective  # the plain module; `strategy.module` wraps it for several processes
+    strategy: ParallelStrategy
     metrics: Metrics
     meter: Meter
 
@@ -50,11 +50,11 @@ def check_batch(settings: TrainSettings, num_processes: int) -> None:
         )
 
 
-def make_objective(settings: TrainSettings, prepared: Prepared) -> Objective:
+def make_objective(settings: TrainSettings, setup: TrainingSetup) -> Objective:
     """The module that is trained."""
-    vocab = prepared.start.vocab.draft_to_target
-    head = prepared.target.lm_head_weight[vocab].clone()
-    return Objective(prepared.start.drafter, head, vocab, settings.loss, DTYPES[settings.dtype])
+    vocab = setup.start.vocab.draft_to_target
+    head = setup.target.lm_head_weight[vocab].clone()
+    return Objective(setup.start.drafter, head, vocab, settings.loss, DTYPES[settings.dtype])
 
 
 def make_optimizer(settings: TrainSettings, objective: Objective) -> torch.optim.AdamW:
@@ -68,13 +68,13 @@ def make_optimizer(settings: TrainSettings, objective: Objective) -> torch.optim
     return torch.optim.AdamW(groups, lr=options.lr, betas=(options.beta1, options.beta2), fused=True)
 
 
-def spread_over(accelerator: Accelerator, objective: Objective, settings: TrainSettings) -> Spread:
+def parallel_strategy(accelerator: Accelerator, objective: Objective, settings: TrainSettings) -> ParallelStrategy:
     """The objective and its optimizer in the way that accelerate was configured for."""
     objective.weights_are_whole = accelerator.distributed_type not in (DistributedType.DEEPSPEED, DistributedType.FSDP)
     optimizer, clip_norm = make_optimizer(settings, objective), settings.optimizer.clip_norm
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
-        return Replicated(accelerator, objective, optimizer, clip_norm)
+        return TorchStrategy(accelerator, objective, optimizer, clip_norm)
     from train.parallel import zero  # importing DeepSpeed takes seconds
 
     zero.configure(accelerator, settings.batch.rows_per_forward, clip_norm)
-    return zero.Zero(accelerator, objective, optimizer)
+    return zero.ZeroStrategy(accelerator, objective, optimizer)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafters.base.errors import UserError
-from train.objective.visits import Tally
+from train.objective.visits import DepthCounts
 from train.trainer.files import remove_partial, write_whole
 
 SUFFIX = ".safetensors"
@@ -38,7 +38,7 @@ class Progress(NamedTuple):
 
     step: int = 0
     best: float = 0.0
-    tally: Tally = ()
+    tally: DepthCounts = ()
     measured_since: int = 0
 
 

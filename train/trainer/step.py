@@ -14,9 +14,9 @@ from train.config import LossSettings, Stage, TrainSettings
 from train.costs.plan import Forward, Replayed
 from train.objective.objective import Anchors, Counts, Scales, choose_anchors, count, step_counts, step_values
 from train.objective.supervision import loss_scales, pooled_scales
-from train.objective.visits import DepthWeights, Tally, depth_weights, remember, serving_visits
+from train.objective.visits import DepthCounts, DepthWeights, depth_weights, remember, serving_visits
 from train.target_features.features import Features
-from train.trainer.prepare import Prepared
+from train.trainer.prepare import TrainingSetup
 from train.trainer.run import Run
 from train.trainer.schedule import learning_rate, rows_of_step, step_seed
 from train.trainer.state import Progress
@@ -29,7 +29,7 @@ class StepResult(NamedTuple):
     """
 
     values: dict[str, Any]
-    tally: Tally
+    tally: DepthCounts
     interrupted: bool
     out_of_time: bool
 
@@ -41,7 +41,7 @@ def train_step(run: Run, progress: Progress, interrupted: bool, out_of_time: boo
     started = time.monotonic()
     settings, accelerator, step = run.settings, run.accelerator, progress.step
     stage = settings.stage_at(step)
-    batches = step_batches(settings, run.prepared, progress, accelerator)
+    batches = step_batches(settings, run.setup, progress, accelerator)
     counts = [count(batch.features, batch.anchors, stage.depth) for batch in batches]
     asked = torch.tensor([interrupted, out_of_time], dtype=torch.float64, device=accelerator.device)
     reduced: Any = accelerator.reduce(
@@ -56,13 +56,13 @@ def train_step(run: Run, progress: Progress, interrupted: bool, out_of_time: boo
     losses, sums = [], []
     for number, batch in enumerate(batches):
         is_last = number + 1 == len(batches)
-        with run.spread.forward_of(is_last):
-            loss, part = run.spread.module(batch.features, batch.anchors, stage.depth, scales)
-            run.spread.backward(loss, is_last)
+        with run.strategy.forward_of(is_last):
+            loss, part = run.strategy.module(batch.features, batch.anchors, stage.depth, scales)
+            run.strategy.backward(loss, is_last)
         losses.append(loss.detach())
         sums.append(part)
     lr = learning_rate(settings, step)
-    norm = run.spread.update(lr)
+    norm = run.strategy.update(lr)
     loss = torch.stack(losses).sum() / accelerator.num_processes
     totals: Any = accelerator.reduce(torch.cat((loss[None], sum_of(sums).flatten())), "sum")
     figures = totals[1:].view(stage.depth + 1, -1)
@@ -108,7 +108,7 @@ class MicroBatch(NamedTuple):
 
 
 def step_batches(
-    settings: TrainSettings, prepared: Prepared, progress: Progress, accelerator: Accelerator
+    settings: TrainSettings, setup: TrainingSetup, progress: Progress, accelerator: Accelerator
 ) -> list[MicroBatch]:
     """This process's part of the rows of one step, with anchors. A row's anchors depend on its place in the step
     alone.
@@ -116,14 +116,12 @@ def step_batches(
     step, stage = progress.step, settings.stage_at(progress.step)
     deepest_shift = stage.depth - 2 * settings.serving.lookahead
     serving = serving_visits(settings.serving, deepest_shift, progress.tally) if stage.replay else None
-    rows = rows_of_step(step, settings.batch.rows_per_step, len(prepared.training), settings.seed)
+    rows = rows_of_step(step, settings.batch.rows_per_step, len(setup.training), settings.seed)
     places = range(accelerator.process_index, len(rows), accelerator.num_processes)
     result = []
     for first in range(0, len(places), settings.batch.rows_per_forward):
         mine = places[first : first + settings.batch.rows_per_forward]
-        features = Features(
-            *(x.to(accelerator.device) for x in prepared.training.batch([rows[place] for place in mine]))
-        )
+        features = Features(*(x.to(accelerator.device) for x in setup.training.batch([rows[place] for place in mine])))
         keys = [f"{settings.seed} {step} {place}" for place in mine]
         result.append(MicroBatch(features, choose_anchors(features, stage.anchors_per_row, keys, serving)))
     return result

@@ -25,8 +25,8 @@ from train.objective.objective import Objective, choose_anchors, needs_teacher, 
 from train.objective.unroll import Rows, unroll
 from train.ops.head_loss.reference import soft_cross_entropy, total_variation
 from train.target_features.features import Features, FeatureSource
-from train.validation.chained import Chained, chain
-from train.validation.drafting import Answer, Serving, TrueSlots, true_slots
+from train.validation.served_drafting import AnswerSpan, ServedDrafter, TrueSlots, true_slots
+from train.validation.serving_figures import ServingFigures, measure_serving
 
 RECALL_SIZES = range(1, 9)
 GREEDY_SHARE = 0.93  # of an answer's tokens that are the target's argmax: written greedily, but for near-ties of another batch shape
@@ -37,13 +37,13 @@ ROW_SHARE = {
 CHUNK = 256  # predictions that logits are made for at a time
 
 
-class Figures(NamedTuple):
-    """Held-out figures: `values` are flat numbers and lists for metrics and card, `chained` has what serving plans
+class HeldoutFigures(NamedTuple):
+    """Held-out figures: `values` are flat numbers and lists for metrics and card, `serving` has what serving plans
     with.
     """
 
     values: dict[str, Any]
-    chained: Chained
+    serving: ServingFigures
 
     @property
     def speed(self) -> float:
@@ -52,13 +52,13 @@ class Figures(NamedTuple):
 
     def for_serving(self) -> dict[str, Any]:
         """The fields of the drafter card that serving plans with."""
-        chained = self.chained
-        confidences = (chained.confidence_fresh, chained.confidence_lagged)
+        serving = self.serving
+        confidences = (serving.confidence_fresh, serving.confidence_lagged)
         fresh, lagged = (Confidence(**c._asdict()) if c else None for c in confidences)
         return {
-            "law": chained.law,
-            "measured_fresh": chained.fresh,
-            "measured_lagged": chained.lagged,
+            "law": serving.law,
+            "measured_fresh": serving.fresh,
+            "measured_lagged": serving.lagged,
             "confidence_fresh": fresh,
             "confidence_lagged": lagged,
         }
@@ -72,32 +72,32 @@ def measure(
     settings: HeldoutSettings,
     rows_per_forward: int,
     costs: StepCosts,
-) -> Figures:
+) -> HeldoutFigures:
     """Measure the drafter on (at most `max_rows` of) the held-out rows.
 
     Chained figures are greedy serving's: they use `max_answers` of those that were written greedily, or of all where
     there is none.
     """
     drafter = as_served(objective.drafter, objective.dtype)
-    sums, prepared, answers = [], [], []
+    sums, parts, answers = [], [], []
     for first in range(0, min(len(source), settings.max_rows), rows_per_forward):
         numbers = range(first, min(first + rows_per_forward, len(source), settings.max_rows))
         features = Features(*(tensor.to(objective.target_head.device) for tensor in source.batch(numbers)))
         rows = Rows(features.token_ids, features.positions, features.document_ids)
         fused = drafter.fuse(features.taps.to(objective.dtype))
         sums.append(_depth_sums(objective, drafter, vocab, features, rows, fused, settings))
-        prepared.append((rows, true_slots(drafter, rows, fused)))
+        parts.append((rows, true_slots(drafter, rows, fused)))
         answers += find_answers(features, first)
     greedy = [answer for answer, is_greedy in answers if is_greedy] or [answer for answer, _ in answers]
     replayed = greedy[: settings.max_answers]
-    rows, slots = _joined(prepared)
+    rows, slots = _joined(parts)
 
-    def serving_of(refresh: int) -> Serving:
-        return Serving(drafter, vocab, rows, slots, settings.lookahead, refresh)
+    def serving_of(refresh: int) -> ServedDrafter:
+        return ServedDrafter(drafter, vocab, rows, slots, settings.lookahead, refresh)
 
-    chained = chain(serving_of, replayed, rows.positions, settings, costs)
+    serving = measure_serving(serving_of, replayed, rows.positions, settings, costs)
     counts = {"answers": len(answers), "answers_replayed": len(replayed)}
-    return Figures({**depth_figures(torch.stack(sums).sum(0)), **counts, **chained.values}, chained)
+    return HeldoutFigures({**depth_figures(torch.stack(sums).sum(0)), **counts, **serving.values}, serving)
 
 
 def as_served(drafter: Eagle3Drafter, dtype: torch.dtype) -> Eagle3Drafter:
@@ -141,7 +141,7 @@ def depth_figures(sums: Tensor) -> dict[str, Any]:
     }
 
 
-def find_answers(features: Features, first_row: int = 0) -> list[tuple[Answer, bool]]:
+def find_answers(features: Features, first_row: int = 0) -> list[tuple[AnswerSpan, bool]]:
     """The answers of some rows, which count from `first_row`; each with whether it was written greedily."""
     result = []
     for row, (documents, turns) in enumerate(zip(features.document_ids, features.turn_ids, strict=True)):
@@ -153,7 +153,7 @@ def find_answers(features: Features, first_row: int = 0) -> list[tuple[Answer, b
                 continue  # no slot before its first token
             written, likeliest = features.token_ids[row, first : last + 1], features.argmax[row, first - 1 : last]
             is_greedy = (written == likeliest).double().mean() >= GREEDY_SHARE
-            result.append((Answer(first_row + row, first, last), bool(is_greedy)))
+            result.append((AnswerSpan(first_row + row, first, last), bool(is_greedy)))
     return result
 
 

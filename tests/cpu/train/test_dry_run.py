@@ -21,7 +21,7 @@ from train.config import TrainSettings
 from train.costs.memory import Sharding, peak
 from train.costs.plan import flops, products
 from train.costs.sizes import target_size
-from train.dry_run import LAUNCHES, Launch, count, dry_run, make_plan, size, stage_forwards, turn_sizes
+from train.dry_run import LAUNCHES, Launch, count, dry_run, estimate, size, stage_forwards, turn_sizes
 
 ROOT = Path(__file__).parents[3]
 H100 = Launch("H100", 1, Sharding.NONE, 0.5)
@@ -97,7 +97,7 @@ def test_a_token_meets_only_the_experts_it_visits(tmp_path: Path) -> None:
 
 def test_rows_are_counted_as_training_packs_them(place: Path) -> None:
     settings = recipe(str(place / "target"), str(place / "data.jsonl"))
-    plan = make_plan(settings, place / "train.yaml", H100)
+    plan = estimate(settings, place / "train.yaml", H100)
     assert plan.rows.counted and plan.rows.note.startswith("34 conversations")
     row = packed(TWO_ROWS, 14)
     turns = [turn_sizes(row._replace(turn_ids=row.turn_ids[n], document_ids=row.document_ids[n])) for n in range(2)]  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def test_rows_are_counted_as_training_packs_them(place: Path) -> None:
 
 def test_work_and_time_of_a_stage(place: Path) -> None:
     settings = recipe(str(place / "target"), str(place / "data.jsonl"))
-    plan = make_plan(settings, place / "train.yaml", H100)
+    plan = estimate(settings, place / "train.yaml", H100)
     stage = settings.curriculum[1]
     done = stage_forwards(settings, stage, plan.rows.turns, 1)
     assert all(forward.rows == 2 and forward.anchors == 4 and forward.depth == 3 for forward in done)
@@ -115,15 +115,15 @@ def test_work_and_time_of_a_stage(place: Path) -> None:
     assert cost.flops == pytest.approx(2 * mean) and cost.seconds == pytest.approx(
         2 * 4 * 2 * LAUNCHES
     )  # two forwards of four steps
-    two = make_plan(settings, place / "train.yaml", H100._replace(ranks=2)).costs[1]
+    two = estimate(settings, place / "train.yaml", H100._replace(ranks=2)).costs[1]
     assert two.flops == pytest.approx(cost.flops, rel=0.05) and two.seconds == pytest.approx(cost.seconds / 2)
-    slow = make_plan(settings, place / "train.yaml", H100._replace(share=1e-6)).costs[1]
+    slow = estimate(settings, place / "train.yaml", H100._replace(share=1e-6)).costs[1]
     assert slow.seconds == pytest.approx(2 * mean / (1e-6 * 989e12))
 
 
 def test_online_features_cost_a_forward_of_the_target(place: Path) -> None:
     plans = [
-        make_plan(
+        estimate(
             recipe(str(place / "target"), str(place / "data.jsonl"), features={"mode": mode}),
             place / "train.yaml",
             H100,
@@ -141,7 +141,7 @@ def test_the_targets_share_of_a_ranks_memory(place: Path) -> None:
 
     def held(**features: str) -> float:
         settings = recipe(str(place / "target"), str(place / "data.jsonl"), features=features)
-        plan = make_plan(settings, place / "train.yaml", H100._replace(ranks=4))
+        plan = estimate(settings, place / "train.yaml", H100._replace(ranks=4))
         [part] = [part for part in plan.costs[0].parts if part.name == "target"]
         return part.size - 2 * plan.config.draft_vocab_size * plan.config.target_hidden_size
 
@@ -160,7 +160,7 @@ def test_more_depth_takes_more_and_recomputation_keeps_less(place: Path) -> None
     def peaks(recompute: bool) -> list[float]:
         stages = [{"steps": 1, "depth": depth} for depth in (1, 4, 8)]
         settings = recipe("owner/name", "no-such-data", curriculum=stages, loss={"recompute": recompute})
-        return [peak(cost.parts) for cost in make_plan(settings, place / "recipe2" / "train.yaml", H100).costs]
+        return [peak(cost.parts) for cost in estimate(settings, place / "recipe2" / "train.yaml", H100).costs]
 
     (place / "recipe2").mkdir()
     (place / "recipe2" / "target-config.json").write_bytes((place / "target" / "config.json").read_bytes())
@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_said(place: Path) -> None:
     dry_run(wide, place / "train.yaml", H100._replace(device="L4"), Console(file=plan_text, width=200))
     assert "Does not fit" in plan_text.getvalue() and "loss.recompute=true" in plan_text.getvalue()
     with pytest.raises(UserError, match="cannot be shared by 3 ranks"):
-        make_plan(settings, place / "train.yaml", H100._replace(ranks=3))
+        estimate(settings, place / "train.yaml", H100._replace(ranks=3))
 
 
 def test_numbers_in_words() -> None:

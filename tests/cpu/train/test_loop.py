@@ -82,14 +82,14 @@ def test_the_best_drafter_is_the_fastest_not_the_one_with_the_lowest_loss(
     """Fault 8: the loss goes on falling while tokens per round fall."""
     import train.validation.heldout as heldout
 
-    measured: list[heldout.Figures] = []
+    measured: list[heldout.HeldoutFigures] = []
 
-    def speed(figures: heldout.Figures) -> float:
+    def speed(figures: heldout.HeldoutFigures) -> float:
         if all(figures is not other for other in measured):
             measured.append(figures)
         return [1.2, 1.5, 1.1][next(i for i, other in enumerate(measured) if other is figures)]
 
-    monkeypatch.setattr(heldout.Figures, "speed", property(speed))
+    monkeypatch.setattr(heldout.HeldoutFigures, "speed", property(speed))
     often = {"every": 2, "lookahead": 2, "budgets": [6], "max_rows": 2}
     directory = run(place, "best", curriculum=[{"steps": 6, "depth": 1}], heldout=often)
     best, final = (read_card(directory.parent / name) for name in ("best-eagle3", "final-eagle3"))

@@ -19,7 +19,7 @@ from drafters.eagle3_ssd.config import DrafterConfig
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from tests.cpu.train.small import packed
 from train.config import LossSettings
-from train.costs.memory import SLACK, Part, Place, Sharding, memory, moved_bytes, peak, saved_bytes, spread_of
+from train.costs.memory import SLACK, Part, Place, Sharding, launch_sharding, memory, moved_bytes, peak, saved_bytes
 from train.costs.plan import Forward, parameters
 from train.objective.objective import Objective, Scales, choose_anchors, count
 from train.target_features.features import Features
@@ -91,9 +91,9 @@ def test_ranks_share_what_their_sharding_says() -> None:
 
 
 def test_accelerate_configs_say_how_a_run_is_spread(tmp_path: Path) -> None:
-    found = {file.stem: spread_of(str(file)) for file in (ROOT / "recipes" / "accelerate").glob("*.yaml")}
+    found = {file.stem: launch_sharding(str(file)) for file in (ROOT / "recipes" / "accelerate").glob("*.yaml")}
     assert (
-        spread_of(None) == (1, Sharding.NONE)
+        launch_sharding(None) == (1, Sharding.NONE)
         and found["ddp"] == (8, Sharding.NONE)
         and found["fsdp2"] == (8, Sharding.FSDP2)
     )
@@ -101,7 +101,7 @@ def test_accelerate_configs_say_how_a_run_is_spread(tmp_path: Path) -> None:
     assert found["several-nodes"][0] == 16
     (tmp_path / "x.yaml").write_text("distributed_type: MEGATRON_LM\nnum_processes: 8\n")
     with pytest.raises(UserError, match="'MEGATRON_LM'.*cannot be planned for"):
-        spread_of(str(tmp_path / "x.yaml"))
+        launch_sharding(str(tmp_path / "x.yaml"))
 
 
 def test_the_allocator_takes_more_of_what_comes_and_goes() -> None:

@@ -44,9 +44,9 @@ def test_every_process_takes_as_many_forwards_and_each_row_goes_to_one(tmp_path:
     taken, forwards = [], set()
     for rank in range(ranks):
         source = Asked()
-        prepared: Any = SimpleNamespace(training=source)
+        setup: Any = SimpleNamespace(training=source)
         accelerator: Any = SimpleNamespace(process_index=rank, num_processes=ranks, device="cpu")
-        batches = step_batches(settings, prepared, Progress(step=6), accelerator)
+        batches = step_batches(settings, setup, Progress(step=6), accelerator)
         forwards.add(tuple(len(batch.features.token_ids) for batch in batches))
         taken += source.rows
     assert len(forwards) == 1 and sorted(taken) == sorted(rows_of_step(6, 8, 14, settings.seed))

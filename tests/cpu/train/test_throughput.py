@@ -19,12 +19,12 @@ def test_stages_are_found() -> None:
 
 
 def test_time_left_knows_that_deeper_steps_take_longer() -> None:
-    def work(stage: Stage) -> float:
+    def flops_of(stage: Stage) -> float:
         return 1.0 + stage.depth
 
-    assert seconds_left(CURRICULUM, 4, {0: 1.0}, work) == pytest.approx(6 * 1.0 + 5 * 2.0)
-    assert seconds_left(CURRICULUM, 12, {0: 1.0, 1: 7.0}, work) == pytest.approx(3 * 7.0)
-    assert seconds_left(CURRICULUM, 15, {1: 7.0}, work) == 0.0
+    assert seconds_left(CURRICULUM, 4, {0: 1.0}, flops_of) == pytest.approx(6 * 1.0 + 5 * 2.0)
+    assert seconds_left(CURRICULUM, 12, {0: 1.0, 1: 7.0}, flops_of) == pytest.approx(3 * 7.0)
+    assert seconds_left(CURRICULUM, 15, {1: 7.0}, flops_of) == 0.0
 
 
 def test_a_stage_to_come_is_expected_by_its_products() -> None:
@@ -56,7 +56,7 @@ def test_a_step_that_took_long_says_nothing_of_the_others() -> None:
     for step, seconds in enumerate((60.0, 1.0, 1.0, 600.0, 1.0)):
         meter.share(step, [Forward(2, 16, 4, (10, 6), 12)], seconds)
         left.append(meter.left(step + 1))
-    deeper = meter.work(CURRICULUM[1]) / meter.work(CURRICULUM[0])
+    deeper = meter.stage_flops(CURRICULUM[1]) / meter.stage_flops(CURRICULUM[0])
     assert left[0] is None and left[1:] == pytest.approx(
         [8 + 5 * deeper, 7 + 5 * deeper, 6 + 5 * deeper, 5 + 5 * deeper]
     )

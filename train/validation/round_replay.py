@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from train.validation.drafting import Answer, Serving, State, fits
+from train.validation.served_drafting import AnswerSpan, ServedDrafter, State, fits
 
 
-class Plan(NamedTuple):
+class FanOutPlan(NamedTuple):
     """The branches prepared at each k. `after_hit` has K + 1 entries, `after_miss` L + 1 for the L tokens drafted
     after a miss.
 
@@ -49,8 +49,8 @@ class Round(NamedTuple):
 class _Cursor:
     """One plan on its way through one answer."""
 
-    answer: Answer
-    plan: Plan
+    answer: AnswerSpan
+    plan: FanOutPlan
     slot: int
     state: State | None = None  # None: the next speculation is drafted from true features
     rounds: list[Round] = field(default_factory=list)
@@ -72,7 +72,9 @@ class _Cursor:
 
 
 @torch.no_grad()
-def replay(serving: Serving, answers: Sequence[Answer], plans: Sequence[Plan]) -> list[list[list[Round]]]:
+def replay(
+    serving: ServedDrafter, answers: Sequence[AnswerSpan], plans: Sequence[FanOutPlan]
+) -> list[list[list[Round]]]:
     """The rounds of each answer under each plan: `result[plan][answer]`. All of them go on together, one round a turn."""
     cursors = [[_Cursor(answer, plan, answer.first - 1) for answer in answers] for plan in plans]
     going = [cursor for line in cursors for cursor in line]

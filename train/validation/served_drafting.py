@@ -30,7 +30,7 @@ LOGIT_ROWS = 256  # rows that logits are made for at a time
 STATES = 512  # states worked on at a time
 
 
-class Answer(NamedTuple):
+class AnswerSpan(NamedTuple):
     """One answer: places of its first and last token in a row. Serving starts at slot first - 1, which embeds the
     first token.
     """
@@ -69,7 +69,7 @@ class TrueSlots(NamedTuple):
     values_BMTD: list[Tensor]
 
 
-class Serving:
+class ServedDrafter:
     """The drafting side of serving over rows whose true slots are given. K tokens a speculation, `refresh` extra glue
     passes.
     """
@@ -239,7 +239,7 @@ class _Own:
     true slots.
     """
 
-    def __init__(self, serving: Serving, states: Sequence[State]) -> None:
+    def __init__(self, serving: ServedDrafter, states: Sequence[State]) -> None:
         documents_BT = serving.rows.document_ids
         device = documents_BT.device
         self.row = torch.tensor([state.row for state in states], device=device)
@@ -292,7 +292,7 @@ def true_slots(drafter: Eagle3Drafter, rows: Rows, features_BTH: Tensor) -> True
     )
 
 
-def fits(slot: int, lookahead: int, answer: Answer) -> bool:
+def fits(slot: int, lookahead: int, answer: AnswerSpan) -> bool:
     """Whether K tokens and a bonus token are left: rounds that the answer's end would cut are not counted."""
     return slot + lookahead + PREDICT_AHEAD <= answer.last
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from train.validation.chained import (
+from train.validation.round_replay import Round
+from train.validation.served_drafting import AnswerSpan
+from train.validation.serving_figures import (
     RECALL_SIZES,
     by_position,
     confidence_pairs,
@@ -14,8 +16,6 @@ from train.validation.chained import (
     retention_of,
     tables,
 )
-from train.validation.drafting import Answer
-from train.validation.replay import Round
 
 
 def made(
@@ -71,7 +71,7 @@ def test_retention_and_hit_rate_over_answers() -> None:
 def test_buckets_of_positions_double() -> None:
     places = (0, 127, 128, 255, 256, 511, 512)
     rounds = [made(i % 3, slot=slot) for i, slot in enumerate(places)]
-    found = by_position([Answer(0, 1, 600)], [rounds], [rounds[:1]], torch.arange(600)[None])
+    found = by_position([AnswerSpan(0, 1, 600)], [rounds], [rounds[:1]], torch.arange(600)[None])
     assert [(b["from"], b["to"], b["rounds"]) for b in found] == [
         (0, 128, 2),
         (128, 256, 2),

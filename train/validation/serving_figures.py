@@ -1,4 +1,4 @@
-"""The chained figures of `training.md` §4 out of replayed rounds: tokens per round, retention, hits by budget, what
+"""The serving figures of `training.md` §4 out of replayed rounds: tokens per round, retention, hits by budget, what
 serving plans with.
 """
 
@@ -23,8 +23,8 @@ from drafters.eagle3_ssd.outcomes import (
     uniform,
 )
 from train.config import HeldoutSettings
-from train.validation.drafting import Answer, Serving
-from train.validation.replay import Plan, Round, replay
+from train.validation.round_replay import FanOutPlan, Round, replay
+from train.validation.served_drafting import AnswerSpan, ServedDrafter
 
 RECALL_SIZES = range(1, 33)  # fan-outs that the outcome tables go to
 SHOWN = 8  # of them, in the figures
@@ -33,7 +33,7 @@ BUCKET = 128  # tokens of the first bucket of positions; each further one is as 
 Replayed = list[list[Round]]  # the rounds of each answer
 
 
-class Chained(NamedTuple):
+class ServingFigures(NamedTuple):
     """`values` are flat numbers and lists for metrics and card; the rest is what serving plans with. None: no round to
     tell from.
     """
@@ -46,13 +46,13 @@ class Chained(NamedTuple):
     confidence_lagged: Calibration | None
 
 
-def chain(
-    serving_of: Callable[[int], Serving],
-    answers: Sequence[Answer],
+def measure_serving(
+    serving_of: Callable[[int], ServedDrafter],
+    answers: Sequence[AnswerSpan],
     positions_BT: Tensor,
     settings: HeldoutSettings,
     costs: speed.StepCosts,
-) -> Chained:
+) -> ServingFigures:
     """Replay the answers in SD and in SSD order. `serving_of(refresh)` gives the drafting side with so many refresh
     passes.
 
@@ -62,7 +62,9 @@ def chain(
     """
     K, serving = settings.lookahead, serving_of(settings.refresh[0])
     even = uniform(K, max(settings.budgets))
-    *sd, prepared_evenly = replay(serving, answers, [*(_synchronous(n, K) for n in range(1, K + 1)), Plan(even, even)])
+    *sd, prepared_evenly = replay(
+        serving, answers, [*(_synchronous(n, K) for n in range(1, K + 1)), FanOutPlan(even, even)]
+    )
     rounds = _flat(prepared_evenly)
     after_miss, after_hit = ([r for r in rounds if r.served_by_hit is by_hit] for by_hit in (False, True))
     fresh, lagged = tables(after_miss, K), tables(after_hit, K)
@@ -116,7 +118,7 @@ def chain(
     }
     confidences = [confidence_pairs(part) for part in (_flat(sd[-1]), after_hit)]
     values["calibration"] = [[point._asdict() for point in reliability(*pairs)] for pairs in confidences]
-    return Chained(values, law, fresh, lagged, *(fit(*pairs) for pairs in confidences))
+    return ServingFigures(values, law, fresh, lagged, *(fit(*pairs) for pairs in confidences))
 
 
 def tables(rounds: Sequence[Round], lookahead: int) -> Measured | None:
@@ -166,7 +168,7 @@ def confidence_pairs(rounds: Sequence[Round]) -> tuple[list[float], list[bool]]:
 
 
 def by_position(
-    answers: Sequence[Answer], fresh: Replayed, lagged: Replayed, positions_BT: Tensor
+    answers: Sequence[AnswerSpan], fresh: Replayed, lagged: Replayed, positions_BT: Tensor
 ) -> list[dict[str, Any]]:
     """Tokens per round by where in the text the round stands: drafters are known to fail beyond the length they were
     trained to.
@@ -199,20 +201,20 @@ def hit_rate_of(replayed: Replayed) -> float | None:
     return speed.hit_rate(sum(r.served_by_hit for r in looked_up), len(looked_up))
 
 
-def _synchronous(length: int, lookahead: int) -> Plan:
-    return Plan((0,) * (length + 1), (0,) * (lookahead + 1))
+def _synchronous(length: int, lookahead: int) -> FanOutPlan:
+    return FanOutPlan((0,) * (length + 1), (0,) * (lookahead + 1))
 
 
 def _plans(
     settings: HeldoutSettings, law: OutcomeLaw | None, fresh: Measured | None, lagged: Measured | None
-) -> dict[str, list[Plan]]:
+) -> dict[str, list[FanOutPlan]]:
     """Of each policy, a plan for each budget: `geometric` is the closed form, `measured` hands out by the tables."""
     lengths = (settings.fallback_lookahead or settings.lookahead, settings.lookahead)
-    plans = {"uniform": [Plan(*(uniform(length, budget) for length in lengths)) for budget in settings.budgets]}
+    plans = {"uniform": [FanOutPlan(*(uniform(length, budget) for length in lengths)) for budget in settings.budgets]}
     power = PowerLaw(law.miss_rejected, law.miss_accepted, law.r) if law else None
     if law and power:
         plans["geometric"] = [
-            Plan(*(geometric(length, budget, law.a, power) for length in lengths)) for budget in settings.budgets
+            FanOutPlan(*(geometric(length, budget, law.a, power) for length in lengths)) for budget in settings.budgets
         ]
     one_of, other = fresh or lagged, lagged or fresh
     if one_of and other:
@@ -221,7 +223,8 @@ def _plans(
         ]
         after = list(zip(lengths, statistics, strict=True))
         plans["measured"] = [
-            Plan(*(fan_out(Policy.GEOMETRIC, length, budget, s) for length, s in after)) for budget in settings.budgets
+            FanOutPlan(*(fan_out(Policy.GEOMETRIC, length, budget, s) for length, s in after))
+            for budget in settings.budgets
         ]
     return plans
 

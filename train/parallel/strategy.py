@@ -25,7 +25,7 @@ from train.parallel.launch import agreed
 from train.trainer.state import MOMENTS, Saved, TrainingState
 
 
-class Spread(Protocol):
+class ParallelStrategy(Protocol):
     """One way. Methods marked collective are called by all processes at the same time."""
 
     module: nn.Module  # called with what `Objective.forward` takes
@@ -55,7 +55,7 @@ class Spread(Protocol):
         ...
 
 
-class Replicated:
+class TorchStrategy:
     """One process, DDP or FSDP2: an ordinary optimizer over parameters that are whole or DTensors."""
 
     def __init__(
@@ -65,16 +65,16 @@ class Replicated:
         self.module, self.optimizer = accelerator.prepare(objective, optimizer)
 
     def forward_of(self, is_last: bool) -> AbstractContextManager[None]:
-        """See `Spread`."""
+        """See `ParallelStrategy`."""
         return nullcontext() if is_last else self.accelerator.no_sync(self.module)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """See `Spread`."""
+        """See `ParallelStrategy`."""
         del is_last
         loss.backward()
 
     def update(self, lr: float) -> float:
-        """See `Spread`."""
+        """See `ParallelStrategy`."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         norm = whole(torch.nn.utils.clip_grad_norm_([p for _, p in self._trained()], self.clip_norm))
@@ -84,7 +84,7 @@ class Replicated:
         return float(norm)
 
     def state(self) -> TrainingState | None:
-        """See `Spread`."""
+        """See `ParallelStrategy`."""
         weights, updates = {}, 0
         moments: dict[str, dict[str, Tensor]] = {moment: {} for moment in MOMENTS}
         for name, parameter in self._trained():
@@ -96,14 +96,14 @@ class Replicated:
         return TrainingState(weights, moments, updates) if self.accelerator.is_main_process else None
 
     def restore(self, state: TrainingState) -> None:
-        """See `Spread`."""
+        """See `ParallelStrategy`."""
         for name, parameter in self._trained():
             own = {moment: like(state.moments[moment][name], parameter) for moment in MOMENTS}
             step = torch.tensor(float(state.updates), device=own[MOMENTS[0]].device)
             self.optimizer.state[parameter] = {"step": step, **own}
 
     def whole_drafter(self) -> Eagle3Drafter | None:
-        """See `Spread`."""
+        """See `ParallelStrategy`."""
         drafter = self.objective.drafter
         if not any(isinstance(parameter, DTensor) for parameter in drafter.parameters()):
             return drafter if self.accelerator.is_main_process else None
@@ -150,10 +150,10 @@ def share(saved: Saved | None, accelerator: Accelerator) -> Saved | None:
     """What the first process has read, in all: they may see other disks. Collective."""
     if accelerator.num_processes == 1:
         return saved
-    outline = agreed(
+    layout = agreed(
         None if saved is None else saved._replace(state=on_each(saved.state, lambda tensor: tensor.to("meta")))
     )
-    if outline is None:
+    if layout is None:
         return None
 
     def sent(tensor: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def share(saved: Saved | None, accelerator: Accelerator) -> Saved | None:
         torch.distributed.broadcast(here, src=0)
         return here.cpu()
 
-    return outline._replace(state=on_each((saved or outline).state, sent))
+    return layout._replace(state=on_each((saved or layout).state, sent))
 
 
 def on_each(state: TrainingState, change: Callable[[Tensor], Tensor]) -> TrainingState:

@@ -13,8 +13,8 @@ from tests.cpu.train.small import HIDDEN, VOCAB, small_drafter
 from tests.plain_drafting import plain_rounds
 from train.objective.unroll import Rows
 from train.ops.attention.shared_prefix import attend_shared_prefix, grid_of
-from train.validation.drafting import Answer, Serving, true_slots
-from train.validation.replay import Plan, Round, replay
+from train.validation.round_replay import FanOutPlan, Round, replay
+from train.validation.served_drafting import AnswerSpan, ServedDrafter, true_slots
 
 K, DRAFTED = 2, 4
 LAYOUT, LENGTH = [[10, 13], [21, 0]], 24  # documents of two rows
@@ -26,7 +26,7 @@ def drafter_of(layers: int) -> tuple[Eagle3Drafter, VocabMap]:
     return drafter, VocabMap(torch.arange(3, 3 + DRAFTED), VOCAB)
 
 
-def rows_of(seed: int) -> tuple[Rows, torch.Tensor, list[Answer]]:
+def rows_of(seed: int) -> tuple[Rows, torch.Tensor, list[AnswerSpan]]:
     generator = torch.Generator().manual_seed(seed)
     shape = (len(LAYOUT), LENGTH)
     tokens = torch.randint(3, 3 + DRAFTED, shape, generator=generator)
@@ -37,17 +37,17 @@ def rows_of(seed: int) -> tuple[Rows, torch.Tensor, list[Answer]]:
         for number, size in enumerate(sizes, start=1):
             documents[row, start : start + size], positions[row, start : start + size] = number, torch.arange(size)
             if size:
-                answers.append(Answer(row, start + 3, start + size - 1))
+                answers.append(AnswerSpan(row, start + 3, start + size - 1))
             start += size
     return Rows(tokens, positions, documents), torch.randn(*shape, HIDDEN, generator=generator), answers
 
 
 PLANS = [
-    Plan((0,) * (K + 1), (0,) * (K + 1)),
-    Plan((1,) * (K + 1), (1,) * (K + 1)),
-    Plan((2, 1, 2), (1, 2, 3)),
-    Plan((2, 2), (2, 2, 2)),
-    Plan((0, 4), (4, 4, 4)),
+    FanOutPlan((0,) * (K + 1), (0,) * (K + 1)),
+    FanOutPlan((1,) * (K + 1), (1,) * (K + 1)),
+    FanOutPlan((2, 1, 2), (1, 2, 3)),
+    FanOutPlan((2, 2), (2, 2, 2)),
+    FanOutPlan((0, 4), (4, 4, 4)),
 ]
 
 
@@ -59,7 +59,9 @@ def test_rounds_are_those_of_the_plain_twin(layers: int, refresh: int) -> None:
     found: list[Round] = []
     for seed in range(2):
         rows, features, answers = rows_of(seed)
-        result = replay(Serving(drafter, vocab, rows, true_slots(drafter, rows, features), K, refresh), answers, PLANS)
+        result = replay(
+            ServedDrafter(drafter, vocab, rows, true_slots(drafter, rows, features), K, refresh), answers, PLANS
+        )
         for plan, by_answer in zip(PLANS, result, strict=True):
             for answer, rounds in zip(answers, by_answer, strict=True):
                 start = int(
@@ -86,8 +88,8 @@ def test_rounds_are_those_of_the_plain_twin(layers: int, refresh: int) -> None:
 def test_a_plan_alone_gives_what_it_gives_beside_others() -> None:
     drafter, vocab = drafter_of(1)
     rows, features, answers = rows_of(0)
-    together = replay(Serving(drafter, vocab, rows, true_slots(drafter, rows, features), K), answers, PLANS)
-    serving = Serving(drafter, vocab, rows, true_slots(drafter, rows, features), K)
+    together = replay(ServedDrafter(drafter, vocab, rows, true_slots(drafter, rows, features), K), answers, PLANS)
+    serving = ServedDrafter(drafter, vocab, rows, true_slots(drafter, rows, features), K)
     for plan, expected in zip(
         PLANS, together, strict=True
     ):  # one after another: later plans go on from states of earlier ones
