@@ -1,1 +1,1 @@
-"""Between token ids and text: detokenising, stop strings, grammars."""
+"""Token ids and text: detokenising, stop strings, grammars, n-gram look-up."""

@@ -1,5 +1,5 @@
 """Training and serving compute the same numbers: the worker against the training unroll, and against a plain twin of
-ssd.md §5.
+infer/draft/README.md, section 3.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def test_after_a_jit_round_serving_is_the_training_unroll_to_depth_2k(
 def test_hits_in_a_row_and_a_miss_after_them_match_the_plain_twin(
     target: Target, tmp_path: Path, shape: Shape, refresh: int
 ) -> None:
-    """Each round: the served features equal a twin that evaluates slot by slot over exactly the keys that ssd.md
-    allows.
+    """Each round: the served features equal a twin that evaluates slot by slot over exactly the keys that
+    infer/draft/README.md, section 3, allows.
     """
     loaded = _loaded(target, tmp_path, shape)
     plain = PlainDrafter(_loaded(target, tmp_path, shape).model)

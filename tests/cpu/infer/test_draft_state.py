@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters.eagle3_ssd.outcomes import Branches
 from infer.draft.state import DraftRequest, PreparedSpeculations
-from infer.draft.tree import tree_mask
+from infer.draft.tree import Tree, tree_mask
 from infer.kernels.sampling.params import Sampling
 
 
@@ -19,6 +22,25 @@ def test_the_worked_example() -> None:
         [1, 0, 0, 0, 1, 0, 0, 1, 0],
         [1, 1, 1, 0, 0, 1, 0, 0, 1],
     ]
+
+
+def test_the_mask_drawn_in_the_document_is_the_trees() -> None:
+    """infer/draft/README.md, section 3: n = 4 tokens, two in flight, branches for the outcomes (0, a) and (2, b)."""
+    text = (Path(__file__).parents[3] / "infer/draft/README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^(glue|depth \d)  .*?   +([1.](?: +[1.])+)$", text, re.MULTILINE)
+    drawn = {kind: [] for kind, _ in rows}
+    for kind, row in rows:
+        drawn[kind].append([int(cell == "1") for cell in row.split()])
+    assert drawn["glue"] == [[1, 1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0, 0]]
+    for depth in (1, 2):
+        later = [0, 0] * (2 - depth)
+        assert drawn[f"depth {depth}"] == [[*row, *later] for row in tree_mask(3, 2, (0, 2), depth).int().tolist()]
+
+
+def test_nodes_sit_at_the_positions_of_their_text() -> None:
+    """The document's example: positions 3 and 5 at depth 1, 4 and 6 at depth 2."""
+    tree = Tree(_request(4, 0), Branches((0, 2), (7, 9), (0, 1, 1, 2)), torch.zeros(3, 4))
+    assert (tree.positions(1), tree.positions(2)) == ([3, 5], [4, 6])
 
 
 @settings(max_examples=60, deadline=None)
