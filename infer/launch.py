@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from drafters.base.errors import UserError
+from drafters.base.logs import log_level
 from drafters.eagle3_ssd.checkpoint import LoadedDrafter, load_drafter
 from drafters.targets.target import DTYPES, Target, load_target
 from drafters.targets.template import differences
@@ -28,6 +29,7 @@ from infer.engine.target import Rows, TargetRunner
 from infer.ipc.channel import Channel, LocalChannel, PeerGone
 from infer.ipc.draft_process import DraftProcess
 from infer.text.grammar import Grammars, Vocabulary
+from infer.tracing.spans import trace_path
 
 
 def launch(settings: EngineSettings, mode: Mode, target: Target | None = None, in_process: bool = False) -> Engine:
@@ -107,5 +109,7 @@ def _process(
         settings=draft_settings,
         pool_tokens=pool_tokens,
         vocabulary=Vocabulary.of(target),
+        log_level=log_level(),
+        trace=trace_path(),
     )
     return lambda: DraftProcess(partial(run_draft_process, job), job.cores)

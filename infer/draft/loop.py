@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters.base.errors import UserError
+from drafters.base.logs import set_up_logging
 from drafters.eagle3_ssd.checkpoint import load_drafter
 from infer.devices import pin_to_cores
 from infer.draft.model import DraftModel
@@ -19,6 +20,7 @@ from infer.ipc.channel import PeerGone, Wire
 from infer.ipc.draft_process import connect_to_target
 from infer.ipc.messages import ToDraft
 from infer.text.grammar import Grammars, Vocabulary
+from infer.tracing.spans import flush, record_part, span
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,14 @@ class DraftJob:
     settings: DraftSettings
     pool_tokens: int
     vocabulary: Vocabulary
+    log_level: str
+    trace: str | None  # the file that this process records a part of; None: it does not record
 
 
 def run_draft_process(job: DraftJob, port: int) -> None:
     """Entry of the draft process. `port` is that of the store where the two processes meet."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the target handles Ctrl-C, and then stops this process
+    set_up_logging(job.log_level)
     pin_to_cores(job.cores)
     torch.set_num_threads(job.threads)
     try:
@@ -47,6 +52,8 @@ def run_draft_process(job: DraftJob, port: int) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    if job.trace is not None:
+        record_part(job.trace)
     serve(connect_to_target(port), worker)
 
 
@@ -55,14 +62,18 @@ def serve(wire: Wire, worker: DraftWorker) -> None:
     try:
         wire.send(worker.ready)
         while True:
-            message = wire.receive()
+            with span("wait for the target"):
+                message = wire.receive()
             assert isinstance(message, ToDraft), message
             if message.stop:
+                flush()
                 return
             answer = worker.answer(message)
             if message.is_answered:
-                wire.send(answer)
+                with span("send"):
+                    wire.send(answer)
                 worker.prepare()
+            flush()
     except PeerGone:  # nobody is left to serve
         return
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from infer.draft.model import DraftModel
 from infer.draft.sampler import DraftSampler, SampledTokens
 from infer.draft.state import DraftRequest, Speculation
+from infer.tracing.spans import span
 
 Steps = list[list[SampledTokens]]  # of each request, the tokens taken so far
 # (requests that go on, outputs of all, steps of all, place of the next token) -> the next token of those that go on
@@ -75,7 +76,8 @@ def _in_sequence(
     """Extend, then one slot at a time, each fed with the output of the slot before it."""
     if not requests:
         return []
-    outputs = extend(model, requests)
+    with span("extend"):
+        outputs = extend(model, requests)
     features: list[list[Tensor]] = [[] for _ in requests]
     steps: Steps = [[] for _ in requests]
     for place in range(1, max(lengths) + 1):
@@ -87,7 +89,8 @@ def _in_sequence(
             tokens = [steps[i][-1].tokens[0] for i in going]
             slots = [requests[i].newest_slot + place for i in going]
             rows = [requests[i].rows(slot, 1) for i, slot in zip(going, slots, strict=True)]
-            hidden_RH = model.forward(tokens, torch.stack([outputs[i] for i in going]), slots, rows)
+            with span("draft step"):
+                hidden_RH = model.forward(tokens, torch.stack([outputs[i] for i in going]), slots, rows)
             for row, i in enumerate(going):
                 outputs[i] = hidden_RH[row]
     return [_speculation(taken, outs) for taken, outs in zip(steps, features, strict=True)]

@@ -126,4 +126,9 @@ class DraftRequest:
             self.published += 1
 
 
+def rounds_of(requests: Sequence[DraftRequest]) -> dict[str, int]:
+    """The round of each request by its id, for traces."""
+    return {request.id: request.round for request in requests}
+
+
 Paths = Sequence[Sequence[int]]  # of one request's rows: the tokens after its committed ones that a row follows

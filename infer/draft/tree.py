@@ -18,6 +18,7 @@ from infer.draft.model import DraftModel
 from infer.draft.sampler import DraftSampler, SampledTokens
 from infer.draft.state import DraftRequest, Paths, PreparedSpeculations
 from infer.kernels.attention.paged import PagedRequest
+from infer.tracing.spans import span
 
 
 def tree_mask(prefix: int, glue: int, ks: Sequence[int], depth: int) -> Tensor:
@@ -82,9 +83,10 @@ def draft_trees(
     for depth in range(1, lookahead + 1):
         positions = [position for tree in trees for position in tree.positions(depth)]
         rows = [tree.rows(mask, depth) for tree, mask in zip(trees, deepest, strict=True)]
-        hidden_RH = model.forward(tokens, hidden_RH, positions, rows)
-        outputs.append(hidden_RH)
-        steps.append(sampler.sample(model.logits(hidden_RH), [tree.request for tree in trees], paths, depth))
+        with span("tree step"):
+            hidden_RH = model.forward(tokens, hidden_RH, positions, rows)
+            outputs.append(hidden_RH)
+            steps.append(sampler.sample(model.logits(hidden_RH), [tree.request for tree in trees], paths, depth))
         paths = [
             [[*path, token] for path, token in zip(own, taken.tokens, strict=True)]
             for own, taken in zip(paths, steps[-1], strict=True)

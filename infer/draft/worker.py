@@ -21,12 +21,13 @@ from infer.draft.outcomes import OutcomePolicy, choose_outcomes
 from infer.draft.sampler import DraftSampler, Saguaro
 from infer.draft.sequential import draft_in_sequence, extend_in_part, run_over
 from infer.draft.settings import DraftSettings, Fallback
-from infer.draft.state import DraftRequest, Speculation
+from infer.draft.state import DraftRequest, Speculation, rounds_of
 from infer.draft.tree import Tree, draft_trees
 from infer.ipc.messages import Admit, FromDraft, Outcome, Ready, ServedSpeculation, Source, ToDraft
 from infer.kernels.sampling.params import Sampling
 from infer.text.grammar import Grammars
 from infer.text.ngram import NgramIndex
+from infer.tracing.spans import span
 
 
 class DraftWorker:
@@ -70,7 +71,10 @@ class DraftWorker:
         sources = {admit.request: self._admit(admit) for admit in message.admits}
         for outcome in message.outcomes:
             if outcome.request in self.requests:
-                sources[outcome.request] = look_up(self.requests[outcome.request], outcome, self.settings)
+                with span("look up", lambda outcome=outcome: {outcome.request: outcome.round}) as traced:
+                    source = look_up(self.requests[outcome.request], outcome, self.settings)
+                    traced.note(source=source)
+                sources[outcome.request] = source
         self._answered = [self.requests[request] for request in sources]
         for request in filter(self._is_behind, self._answered):
             request.in_flight = request.in_flight or request.no_speculation()
@@ -92,16 +96,20 @@ class DraftWorker:
         started = time.perf_counter()
         behind = list(filter(self._is_behind, self._answered))
         if behind:
-            extend_in_part(self.model, behind[0], self.settings.read_tokens)
+            with span("extend", lambda: rounds_of(behind[:1])):
+                extend_in_part(self.model, behind[0], self.settings.read_tokens)
         if requests := [request for request in self._answered if request not in behind]:
             self._fill(requests)
         self._busy += time.perf_counter() - started
 
     def draft_now(self, requests: Sequence[DraftRequest]) -> list[Speculation]:
         """Draft in sequence after the newest token of each request, at most as many tokens as may still come."""
+        if not requests:
+            return []
         most = self.settings.jit_lookahead
         lengths = [max(1, min(most, request.max_tokens - len(request.tokens) - 1)) for request in requests]
-        return draft_in_sequence(self.model, self.sampler, requests, lengths)
+        with span("draft in sequence", lambda: rounds_of(requests)):
+            return draft_in_sequence(self.model, self.sampler, requests, lengths)
 
     def check(self) -> None:
         """Assert that the books are right: every block is some request's, or free."""
@@ -111,14 +119,18 @@ class DraftWorker:
         """Glue, choice of outcomes, tree."""
         proposed = [r for r in requests if r.in_flight and r.in_flight.tokens and not len(r.in_flight.features_KH)]
         proposals = [r.in_flight.tokens for r in proposed if r.in_flight]
-        for request, speculation in zip(proposed, run_over(self.model, proposed, proposals), strict=True):
-            request.in_flight = speculation  # the n-gram's tokens, now with the drafter's own features
-        outputs = glue(self.model, requests, self.settings.refresh)
-        chosen = choose_outcomes(self.model, self.policy, requests, outputs)
+        if proposed:
+            with span("run over n-grams", lambda: rounds_of(proposed)):
+                for request, speculation in zip(proposed, run_over(self.model, proposed, proposals), strict=True):
+                    request.in_flight = speculation  # the n-gram's tokens, now with the drafter's own features
+        with span("glue", lambda: rounds_of(requests)):
+            outputs = glue(self.model, requests, self.settings.refresh)
+        with span("select", lambda: rounds_of(requests)):
+            chosen = choose_outcomes(self.model, self.policy, requests, outputs)
         trees = [Tree(r, branches, out) for r, branches, out in zip(requests, chosen, outputs, strict=True)]
-        for tree, prepared in zip(
-            trees, draft_trees(self.model, self.sampler, trees, self.settings.lookahead), strict=True
-        ):
+        with span("tree", lambda: rounds_of(requests)):
+            drafted = draft_trees(self.model, self.sampler, trees, self.settings.lookahead)
+        for tree, prepared in zip(trees, drafted, strict=True):
             tree.request.prepared = prepared
 
     def _admit(self, admit: Admit) -> Source:

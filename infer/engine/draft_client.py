@@ -19,6 +19,7 @@ from infer.engine.request import Request
 from infer.ipc.channel import Channel, PeerGone
 from infer.ipc.messages import Admit, FromDraft, Outcome, Ready, ServedSpeculation, ToDraft
 from infer.kernels.sampling.verdict import Verdict
+from infer.tracing.spans import span
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +162,9 @@ class DraftClient:
     def collect(self, requests: Sequence[Request]) -> dict[str, ServedSpeculation]:
         """The speculations for the next verification of `requests`, as far as they come in time."""
         started, self.busy = time.perf_counter(), 0.0
-        self._take_in(PATIENCE if any(request.id in self._rounds for request in requests) else 0.0)
+        known = [request for request in requests if request.id in self._rounds]
+        with span("wait for the drafter", lambda: {request.id: self._rounds[request.id] for request in known}):
+            self._take_in(PATIENCE if known else 0.0)
         self.wait = time.perf_counter() - started
         return {
             request.id: self._speculations.pop(request.id) for request in requests if request.id in self._speculations
@@ -179,7 +182,8 @@ class DraftClient:
         message = ToDraft(tuple(self._admits), tuple(self._outcomes), tuple(self._retires), ping)
         self._admits, self._outcomes, self._retires = [], [], []
         try:
-            self._channel.send(message)
+            with span("send", lambda: {outcome.request: outcome.round for outcome in message.outcomes}):
+                self._channel.send(message)
         except PeerGone as error:
             self._give_up(str(error))
             return

@@ -23,6 +23,7 @@ from infer.engine.verify import row_of, verify_rows
 from infer.ipc.messages import ServedSpeculation, Source
 from infer.kernels.sampling.verdict import Proposal, Verdict
 from infer.text.grammar import Grammars, Vocabulary
+from infer.tracing.spans import Span, span
 
 NOTHING = ServedSpeculation("", 0, Source.ALONE, ())
 
@@ -44,6 +45,11 @@ class Part(NamedTuple):
     @property
     def request(self) -> Request:
         return self.work.seat.request
+
+    @property
+    def decodes(self) -> bool:
+        """Whether this is a verification, not a forward over a prompt. To be asked before the round is committed."""
+        return self.work.rows == 1 and len(self.request.tokens) > len(self.request.prompt_ids)
 
 
 class Engine:
@@ -146,10 +152,12 @@ class Engine:
             self.draft_client.send()
             return outputs
         parts = self._parts(works, self.draft_client.collect([work.seat.request for work in works if work.completes]))
-        before = time.perf_counter()
-        output = self.runner.forward([part.rows for part in parts])
         complete = [part for part in parts if part.work.completes]
-        verdicts = self._verify(complete, output)
+        before = time.perf_counter()
+        with _verification_span(parts) as traced:
+            output = self.runner.forward([part.rows for part in parts])
+            verdicts = self._verify(complete, output)
+            _note_verdicts(traced, complete, verdicts)
         verify = time.perf_counter() - before
         given = [len(part.request.new_tokens) for part in parts]
         for part in parts:
@@ -215,7 +223,7 @@ class Engine:
     def _commit(self, part: Part, verdict: Verdict, verify: float) -> list[int]:
         request, seat = part.request, part.seat
         accepted, before = part.drafted[: verdict.num_accepted], len(request.tokens)
-        if part.work.rows == 1 and len(request.tokens) > len(request.prompt_ids):  # not the forward over a prompt
+        if part.decodes:
             wait, busy = self.draft_client.wait, self.draft_client.busy
             emitted = len(accepted) + 1
             request.rounds.append(
@@ -253,3 +261,20 @@ class Engine:
                 part.request.decode_seconds += seconds
             else:
                 part.request.prefill_seconds += seconds
+
+
+def _verification_span(parts: Sequence[Part]) -> Span:
+    """The span of a round's forward and verification: "prefill" where it verifies nothing."""
+    decoding = [part for part in parts if part.decodes]
+    return span(
+        "verify" if decoding else "prefill", lambda: {part.request.id: len(part.request.tokens) for part in decoding}
+    )
+
+
+def _note_verdicts(traced: Span, complete: Sequence[Part], verdicts: Sequence[Verdict]) -> None:
+    found = [(part, verdict) for part, verdict in zip(complete, verdicts, strict=True) if part.decodes]
+    traced.note(
+        source={part.request.id: part.answer.source for part, _ in found},
+        drafted={part.request.id: len(part.drafted) for part, _ in found},
+        accepted={part.request.id: verdict.num_accepted for part, verdict in found},
+    )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from infer.ipc.messages import FromDraft, Message, Ready, ToDraft, pack, unpack
+from infer.tracing.spans import span
 
 FRAME = 16 * 1024  # bytes that go in one piece, as fast as a smaller message; what is longer follows in a second one
 OUTSTANDING = 16  # buffers on their way: several messages more than the protocol ever has unanswered
@@ -174,7 +175,8 @@ class Wire:
             rest = torch.empty(size - len(content), dtype=torch.uint8)
             _wait(self._recv(rest), timeout)
             content += rest.numpy().tobytes()
-        return unpack(content)
+        with span("receive"):
+            return unpack(content)
 
     def _start(self, buffer: torch.Tensor) -> None:
         while len(self._sending) >= OUTSTANDING:  # so old that the peer has answered it: the wait is over at once

@@ -23,7 +23,7 @@ COLOURS = {  # in the order of the legend; spans of other names are not drawn
     "verify": "#2a78b8",
     "wait for the drafter": "#d9541e",
     "look up": "#7b4fa3",
-    "draft after a miss": "#e08a2e",
+    "draft in sequence": "#e08a2e",
     "glue": "#1b8a6b",
     "select": "#d8b400",
     "tree step": "#7fb53c",
