@@ -21,7 +21,8 @@ from drafters.base.errors import UserError
 from drafters.targets.files import TargetIdentity, resolve_target
 from infer.kernels.attention.context import DocumentContext, attend_in_context
 from infer.kernels.decoder_layer.fused_layer import FusedDecoderLayer, fits
-from infer.kernels.linear.packed import PackedLinear, fuse, is_plain, pack
+from infer.kernels.linear.fused import fuse
+from infer.kernels.linear.packed import PackedLinear, is_plain, pack
 
 ATTENTION = "ssd_context"  # the name under which our attention function is registered with transformers
 LOADED_OTHERWISE = {

@@ -19,7 +19,8 @@ from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.eagle3_ssd.speed import StepCosts
 from drafters.eagle3_ssd.vocab import VocabMap
 from drafters.targets.target import Target
-from infer.kernels.linear.packed import fuse, pack
+from infer.kernels.linear.fused import fuse
+from infer.kernels.linear.packed import pack
 from train.config import HeldoutSettings
 from train.objective.objective import Objective, choose_anchors, needs_teacher, predictions
 from train.objective.unroll import Rows, unroll

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from infer.kernels.attention.context import AttentionContext
@@ -60,8 +59,8 @@ class FusedDecoderLayer(nn.Module):
         super().__init__()
         self.layer_idx, self.head_dim, self.scale = layer_idx, head_dim, scale
         self.input_norm, self.mlp_norm = norms
-        self.qkv, self.out = _fused(*attention[:3]), _fused(attention[3])
-        self.gate_up, self.down = _fused(*mlp[:2]), _fused(mlp[2])
+        self.qkv, self.out = PackedLinear.joined(attention[:3]), PackedLinear.joined(attention[3:])
+        self.gate_up, self.down = PackedLinear.joined(mlp[:2]), PackedLinear.joined(mlp[2:])
         self.num_queries: int = attention[0].out_features // head_dim
         self.num_keys: int = attention[1].out_features // head_dim
 
@@ -116,9 +115,3 @@ def fits(layer: Any) -> bool:
     ):
         return False
     return type(layer.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
-
-
-def _fused(*layers: nn.Linear) -> PackedLinear:
-    weight = torch.cat([layer.weight for layer in layers])
-    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
-    return PackedLinear(weight, bias)

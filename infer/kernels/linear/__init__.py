@@ -1,1 +1,1 @@
-"""Linear layers: packed, fused."""
+"""Linear layers of inference: packed for the machine, projections of one input fused."""

@@ -1,6 +1,7 @@
-"""Linear layers as the machine likes them: weights packed once, projections that read the same input fused into one.
+"""A linear layer for inference that takes the fastest implementation of its weight, chosen once when it is made.
 
-Applied from outside to a finished model (`fuse`, `pack`); the model's own code does not change.
+Packed on a CPU in bf16 (`cpu`), else `F.linear` (`reference`). Applied from outside to a finished model (`pack`); the
+model's own code does not change.
 """
 
 from __future__ import annotations
@@ -9,14 +10,9 @@ from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-def can_pack(weight: Tensor) -> bool:
-    """Packing exists for bf16 on CPU, where oneDNN is built in."""
-    built_in = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    return built_in and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+from infer.kernels.linear import cpu, reference
 
 
 def is_plain(module: object) -> TypeGuard[nn.Linear]:
@@ -25,80 +21,28 @@ def is_plain(module: object) -> TypeGuard[nn.Linear]:
 
 
 class PackedLinear(nn.Module):
-    """`F.linear` with the weight [out, in] laid out once for the matrix unit where that exists; same bits in the
-    result.
-    """
+    """`F.linear` with a weight [out, in] laid out for the machine; the same bits in the result."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.packed = can_pack(weight)
-        self.weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None) if self.packed else weight.detach()
-        )
+        self.packed = cpu.available(weight)
+        self.weight = cpu.pack(weight.detach()) if self.packed else weight.detach()
         self.bias = None if bias is None else bias.detach()
+
+    @staticmethod
+    def joined(layers: Sequence[nn.Linear]) -> PackedLinear:
+        """Projections of one input as one layer, their outputs behind each other."""
+        bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+        return PackedLinear(torch.cat([layer.weight for layer in layers]), bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        if self.packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
+        return (cpu if self.packed else reference).linear(x, self.weight, self.bias)
 
     def add_to(self, x: Tensor, other: Tensor) -> Tensor:
-        """`other + forward(x)`, rounded once where the matrix unit can add: [..., in] and [..., out] -> [..., out]."""
-        if self.packed:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "add")
-        return other + F.linear(x, self.weight, self.bias)
-
-
-class FusedLeader(nn.Module):
-    """The first of several projections of one input: computes all, returns its own part, keeps the others for
-    `FusedFollower`.
-    """
-
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        super().__init__()
-        weight = torch.cat([layer.weight for layer in layers])
-        bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
-        self.sizes = [layer.out_features for layer in layers]
-        self.linear = PackedLinear(weight, bias)
-        self.source: Tensor | None = None
-        self.parts: tuple[Tensor, ...] = ()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.source, self.parts = x, self.linear(x).split(self.sizes, dim=-1)
-        return self.parts[0]
-
-
-class FusedFollower(nn.Module):
-    """Part `index` of what the leader computed from the same tensor. Another input is a fault of the model's code
-    path.
-    """
-
-    def __init__(self, leader: FusedLeader, index: int) -> None:
-        super().__init__()
-        self.leader = [leader]  # in a list, so that it is not registered twice
-        self.index = index
-
-    def forward(self, x: Tensor) -> Tensor:
-        leader = self.leader[0]
-        assert leader.source is x, "fused projections have to read the same tensor"
-        return leader.parts[self.index]
-
-
-def fuse(parent: nn.Module, names: Sequence[str]) -> bool:
-    """Fuse the `nn.Linear` children `names` of `parent`. Returns False, and changes nothing, where they do not fit
-    together.
-    """
-    layers = [getattr(parent, name, None) for name in names]
-    plain = [layer for layer in layers if is_plain(layer)]
-    if len(plain) != len(names) or len({(p.in_features, p.bias is None, p.weight.dtype) for p in plain}) != 1:
-        return False
-    leader = FusedLeader(plain)
-    setattr(parent, names[0], leader)
-    for index, name in enumerate(names[1:], start=1):
-        setattr(parent, name, FusedFollower(leader, index))
-    return True
+        """`other + forward(x)`, rounded once where the weight is packed: [..., in] and [..., out] -> [..., out]."""
+        return (cpu if self.packed else reference).linear_add(x, other, self.weight, self.bias)
 
 
 def pack(model: nn.Module) -> int:

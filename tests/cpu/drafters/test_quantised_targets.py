@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from drafters.base.errors import UserError
 from drafters.targets.target import load_target, tap_features
 from infer.kernels.decoder_layer.fused_layer import FusedDecoderLayer, fits
-from infer.kernels.linear.packed import PackedLinear, fuse, pack
+from infer.kernels.linear.fused import fuse
+from infer.kernels.linear.packed import PackedLinear, pack
 from tests.gguf_file import MERGED, write_gguf
 from tests.tiny import save_tiny_target, tiny_model
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from infer.kernels.attention import cpu as attention_cpu
+from infer.kernels.attention import reference as paged_reference
 from infer.kernels.attention.kv_pool import KvPool
 from infer.kernels.attention.paged import FEW_ROWS, PagedContext, PagedRequest
 from infer.kernels.decoder_layer import cpu, op, reference
@@ -95,6 +96,9 @@ def test_attention_is_the_contexts_attention(dtype: torch.dtype, masked: bool) -
     whole = torch.cat([rotated, heads[..., QUERIES + HEADS :, :]], dim=2).transpose(1, 2)
     query, key, value = whole.split([QUERIES, HEADS, HEADS], dim=1)
     _close(found, PagedContext.build(other, requests, qkv.device).attend(0, query, key, value, 0.25).flatten(-2))
+    third = KvPool(tuple(t.clone() for t in other.keys), tuple(t.clone() for t in other.values), pool.block_size)
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    _close(found[0], paged_reference.attend(query, key, value, third, 0, requests, 0.25).flatten(-2))
     _close(pool.keys[0], other.keys[0])
     assert torch.equal(pool.values[0], other.values[0])
 

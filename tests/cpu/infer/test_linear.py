@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from infer.kernels.linear.packed import FusedFollower, FusedLeader, PackedLinear, can_pack, fuse, pack
+from infer.kernels.linear import cpu, reference
+from infer.kernels.linear.fused import FusedFollower, FusedLeader, fuse
+from infer.kernels.linear.packed import PackedLinear, pack
 
 ROWS = [1, 2, 5, 17]
 
@@ -15,6 +17,10 @@ ROWS = [1, 2, 5, 17]
 def _layer(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
     torch.manual_seed(inputs + outputs)
     return nn.Linear(inputs, outputs, bias=bias).to(dtype).requires_grad_(False)
+
+
+def _double(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.double()
 
 
 class Attention(nn.Module):
@@ -37,12 +43,17 @@ def test_packed_is_f_linear(bias: bool, dtype: torch.dtype, shape: tuple[int, ..
     layer = _layer(96, 160, bias, dtype)
     x = torch.randn(*shape, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
     packed = PackedLinear(layer.weight, layer.bias)
-    assert packed.packed == can_pack(layer.weight)
-    assert can_pack(layer.weight) <= (dtype == torch.bfloat16), "only bf16 is packed"
+    assert packed.packed == cpu.available(layer.weight)
+    assert cpu.available(layer.weight) <= (dtype == torch.bfloat16), "only bf16 is packed"
+    assert torch.equal(packed(x), reference.linear(x, layer.weight, layer.bias))
     assert torch.equal(packed(x), F.linear(x, layer.weight, layer.bias))
+    other = torch.randn(*shape, 160, generator=torch.Generator().manual_seed(1)).to(dtype)
+    exact = reference.linear_add(x.double(), other.double(), layer.weight.double(), _double(layer.bias))
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(packed.add_to(x, other).double(), exact, rtol=rounding, atol=rounding)
 
 
-@pytest.mark.skipif(not can_pack(torch.zeros(1, 1, dtype=torch.bfloat16)), reason="this torch has no oneDNN")
+@pytest.mark.skipif(not cpu.available(torch.zeros(1, 1, dtype=torch.bfloat16)), reason="this torch has no oneDNN")
 def test_packing_does_not_change_the_weight_it_was_given() -> None:
     layer = _layer(96, 160, False, torch.bfloat16)
     before = layer.weight.clone()

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from infer.kernels.attention import reference
 from infer.kernels.attention.context import DocumentContext, attend_in_context
 from infer.kernels.attention.kv_pool import KvPool
 from infer.kernels.attention.paged import PagedContext, PagedRequest
@@ -79,6 +80,14 @@ class Sequences:
         ]
         query, key, value = (torch.cat(parts).transpose(0, 1)[None] for parts in (self.queries, *new))
         return context.attend(0, query, key, value, SCALE)[0]
+
+    def by_reference(self, context: PagedContext) -> Tensor:
+        """[R, N, D], by the reference; writes the new keys like the context."""
+        key, value = (
+            torch.cat([x[keys - rows :] for x, (keys, rows) in zip(side, self.lengths, strict=True)])
+            for side in (self.keys, self.values)
+        )
+        return reference.attend(torch.cat(self.queries), key, value, self.pool, 0, context.requests, SCALE)
 
     def expected(self, masks: Sequence[Tensor | None] = ()) -> Tensor:
         """[R, N, D], by the plain twin."""
@@ -252,6 +261,22 @@ def batches(draw: st.DrawFn) -> dict[str, Any]:
 def test_any_batch_is_plain_attention(batch: dict[str, Any]) -> None:
     sequences = Sequences(**batch)
     assert_same(sequences.attend(sequences.context()), sequences.expected())
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches())
+def test_the_reference_is_attention_written_out(batch: dict[str, Any]) -> None:
+    sequences, other = Sequences(**batch), Sequences(**batch)
+    assert_same(sequences.by_reference(sequences.context()), sequences.expected())
+    other.attend(other.context())
+    assert torch.equal(sequences.pool.keys[0], other.pool.keys[0])
+    assert torch.equal(sequences.pool.values[0], other.pool.values[0])
+
+
+def test_the_reference_reads_a_tree_s_mask() -> None:
+    mask = torch.tensor([[1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]).bool()
+    sequences = Sequences([(2, 0), (1,)], [(5, 2), (3, 1)], num_blocks=3)
+    assert_same(sequences.by_reference(sequences.context([mask, None])), sequences.expected([mask, None]))
 
 
 def test_every_layer_has_its_own_keys() -> None:
