@@ -1,4 +1,4 @@
-"""Run by `test_fused_loss` in Triton's interpreter: cases of the fused kernels against the plain chunk; prints a line
+"""Run by `test_head_loss_triton` in Triton's interpreter: cases against torch in closed form; prints a line
 for each.
 
 In fp16 and fp32: the interpreter takes the bits of bf16 for integers in a product.
@@ -19,7 +19,7 @@ N, HIDDEN, VOCAB, POSITIONS = 9, 24, 203, 7  # no size is a multiple of a tile
 
 
 def compare(options: LossOptions, has_bonus: bool, dtype: torch.dtype, sharpness: float) -> None:
-    """One case; the plain chunk reads the logits that the kernels would round to."""
+    """One case; torch reads the logits that the kernels would round to."""
     generator = torch.Generator().manual_seed(0)
     full = (4 * torch.randn(POSITIONS, VOCAB + 50, generator=generator)).softmax(-1)
     full[:3] = F.one_hot(torch.randint(0, VOCAB, (3,), generator=generator), VOCAB + 50).float()
