@@ -1,4 +1,4 @@
-"""The Triton kernels of the head's losses in Triton's interpreter, in value and gradient, against torch in closed form.
+"""The head's losses in Triton's interpreter, in value and gradient, against torch in closed form.
 
 In a process of their own: Triton looks at TRITON_INTERPRET when it is imported.
 """
