@@ -26,7 +26,7 @@ from train.costs.plan import Forward, Product, flops, forwards, parameters, prod
 from train.costs.sizes import TargetSize, drafter_config, target_size
 from train.costs.throughput import measured_seconds
 from train.target_features.store import store_bytes
-from train.trainer.prepare import split
+from train.trainer.training_data import split
 
 LAUNCHES = 1e-3  # seconds a GPU needs at least for one layer of one drafter step, forward and backward: some 200 launches of 5 us
 

@@ -49,8 +49,9 @@ def main(argv: list[str]) -> int:
 
     from train.monitor.console import Console
     from train.parallel.launch import rank, start_accelerator
+    from train.trainer.feature_sources import Caller
     from train.trainer.loop import train
-    from train.trainer.prepare import Caller, prepare
+    from train.trainer.prepare import prepare
 
     here = rank()
     console = Console(speaks=here.rank == 0)

@@ -16,8 +16,9 @@ from tests.tiny import save_tiny_target
 from train.config import TrainSettings
 from train.monitor.console import Console
 from train.parallel.launch import rank
+from train.trainer.feature_sources import Caller
 from train.trainer.loop import train
-from train.trainer.prepare import Caller, prepare
+from train.trainer.prepare import prepare
 from train.trainer.state import read_state, states
 
 ROOT = Path(__file__).parents[3]

@@ -23,9 +23,11 @@ from tests.cpu.train.runs import command, losses, make_place, recipe, run, weigh
 from train.config import TrainSettings
 from train.monitor.console import Console
 from train.parallel.launch import rank
-from train.trainer.prepare import Caller, prepare, split
+from train.trainer.feature_sources import Caller
+from train.trainer.prepare import prepare
 from train.trainer.schedule import learning_rate, rows_of_step
 from train.trainer.state import Progress, states
+from train.trainer.training_data import split
 
 
 @pytest.fixture(scope="module")
