@@ -67,7 +67,7 @@ def extend_in_part(model: DraftModel, request: DraftRequest, count: int) -> None
     rows = [request.rows(slots[count - 1], count)]
     model.forward(tokens[:count], request.pending_SH[:count], slots[:count], rows)
     request.pending_SH = request.pending_SH[count:]
-    request.publish(model.blocks)
+    request.cache_blocks(model.blocks)
 
 
 def _in_sequence(

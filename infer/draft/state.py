@@ -70,8 +70,8 @@ class DraftRequest:
     max_tokens: int
     pending_SH: Tensor  # true features of the newest S slots, whose keys are not written yet
     prompt_tokens: int = 0  # how many of the tokens are the prompt's
-    chain: Hashable = None  # what names the published blocks in the prefix cache
-    published: int = 0  # how many of its blocks can be found
+    prefix_hash: Hashable = None  # of the last block in the prefix cache, or the root
+    num_cached: int = 0  # how many of its blocks are in the prefix cache
     in_flight: Speculation | None = None  # what the target verifies now
     after_hit: bool = False  # whether `in_flight` came from the speculation cache
     bonus_output_H: Tensor | None = None  # output of slot n-2, once the pending slots are written
@@ -110,20 +110,20 @@ class DraftRequest:
     def mark_written(self, output_H: Tensor, pool: BlockPool) -> None:
         """All pending slots have their keys now; the newest one gave `output_H`."""
         self.bonus_output_H, self.pending_SH = output_H, self.pending_SH[:0]
-        self.publish(pool)
+        self.cache_blocks(pool)
 
-    def publish(self, pool: BlockPool) -> None:
-        """Make the blocks that hold only true slots available to the prefix cache.
+    def cache_blocks(self, pool: BlockPool) -> None:
+        """Put the blocks that hold only true slots into the prefix cache.
 
         Slot j depends on the tokens up to j+1, so the chain of blocks begins at the first token, and a block is named
         by the tokens that its slots embed: one behind its own positions.
         """
         written = self.newest_slot + 1 - len(self.pending_SH)
-        while (self.published + 1) * pool.block_size <= written:
-            start = self.published * pool.block_size
+        while (self.num_cached + 1) * pool.block_size <= written:
+            start = self.num_cached * pool.block_size
             embedded = self.tokens[start + 1 : start + 1 + pool.block_size]
-            self.chain = pool.cache_block(self.blocks[self.published], self.chain, embedded)
-            self.published += 1
+            self.prefix_hash = pool.cache_block(self.blocks[self.num_cached], self.prefix_hash, embedded)
+            self.num_cached += 1
 
 
 def rounds_of(requests: Sequence[DraftRequest]) -> dict[str, int]:

@@ -137,8 +137,8 @@ class DraftWorker:
         """Take in a request, with blocks for all it may ever need here. Slots that the prefix cache holds are not
         computed again.
 
-        Slot j depends on the tokens up to j+1, so a chain of cached blocks begins at the first token and its blocks
-        hold the tokens behind it. The newest slot is always computed: drafting begins with its output.
+        Slot j depends on the tokens up to j+1, so the first token is the root of the cached blocks, and a block
+        holds the tokens one behind its positions. The newest slot is always computed: drafting begins with its output.
         """
         pool, tokens = self.model.blocks, admit.tokens
         most = (len(tokens) - 2) // pool.block_size if self.settings.prefix_cache else 0
@@ -150,11 +150,11 @@ class DraftWorker:
             f"the drafter's pool is full: {len(self.requests)} requests hold {pool.num_blocks - pool.num_free} blocks"
         )
         pending = admit.features_SH[len(found) * pool.block_size :]
-        chain = pool.block_hash(found[-1]) if found else tokens[0]
         request = DraftRequest(
             admit.request, list(tokens), admit.sampling, (*found, *new), admit.max_tokens, pending, admit.prompt_tokens
         )
-        request.chain, request.published = chain, len(found)
+        request.prefix_hash = pool.block_hash(found[-1]) if found else tokens[0]
+        request.num_cached = len(found)
         request.index = NgramIndex(tokens if self.settings.fallback is Fallback.NGRAM else ())
         if admit.sampling.grammar is not None:
             assert self.grammars is not None, "this drafter was made without a vocabulary for grammars"

@@ -1,6 +1,7 @@
-"""The engine: one `step` is one round, for prompts that are being read and answers that are being written alike.
+"""The engine: one `step` is one round (infer/README.md, section 1), for prompts in chunked prefill and decoding requests
+alike.
 
-schedule -> collect the speculations -> target.forward -> verify -> commit -> Outcome to the drafting side
+    schedule -> collect the speculations -> target forward -> verify -> commit -> report the outcomes to the drafter
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from drafters.targets.target import Target
 from infer.config import EngineSettings, Mode
 from infer.engine.draft_client import DraftClient, DraftState
 from infer.engine.request import FinishReason, Request, RequestOutput, RoundRecord, SamplingParams, new_request
-from infer.engine.scheduler import Scheduler, Seat, Work
+from infer.engine.scheduler import RunningRequest, ScheduledChunk, Scheduler
 from infer.engine.target import Rows, TargetOutput, TargetRunner
 from infer.engine.verify import row_of, verify_rows
 from infer.ipc.messages import ServedSpeculation, Source
@@ -25,31 +26,34 @@ from infer.kernels.sampling.verdict import Proposal, Verdict
 from infer.text.grammar import Grammars, Vocabulary
 from infer.tracing.spans import Span, span
 
-NOTHING = ServedSpeculation("", 0, Source.ALONE, ())
+NO_SPECULATION = ServedSpeculation("", 0, Source.ALONE, ())
 
 
-class Part(NamedTuple):
-    """One request's part of a round: `rows` of the forward, the last ones of them drafted, if it is to give a token."""
+class BatchedChunk(NamedTuple):
+    """A scheduled chunk with its speculation, as `rows` of the round's forward; the last rows are the drafted ones.
 
-    work: Work
-    answer: ServedSpeculation
+    `start` and `start_logits` are the places of its first row among all rows and among the rows with logits.
+    """
+
+    chunk: ScheduledChunk
+    speculation: ServedSpeculation
     drafted: tuple[int, ...]
     rows: Rows
-    start: int  # of its rows among all rows
-    start_logits: int  # of its rows among those whose logits are there
+    start: int
+    start_logits: int
 
     @property
-    def seat(self) -> Seat:
-        return self.work.seat
+    def running(self) -> RunningRequest:
+        return self.chunk.running
 
     @property
     def request(self) -> Request:
-        return self.work.seat.request
+        return self.chunk.request
 
     @property
     def decodes(self) -> bool:
         """Whether this is a verification, not a forward over a prompt. To be asked before the round is committed."""
-        return self.work.rows == 1 and len(self.request.tokens) > len(self.request.prompt_ids)
+        return self.chunk.rows == 1 and len(self.request.tokens) > len(self.request.prompt_ids)
 
 
 class Engine:
@@ -65,8 +69,8 @@ class Engine:
         trained_length: int | None = None,
     ) -> None:
         self.settings, self.mode, self.runner, self.draft_client = settings, mode, runner, draft_client
-        self.memory = memory  # the sizes of the pools, in words
-        self._unwarned_length = trained_length  # of the texts that the drafter knows; None once the user has been told
+        self.memory = memory  # the sizes of the KV pools, in words
+        self._unwarned_length = trained_length  # of the longest training text; None once the user was warned
         lookahead = 0 if mode is Mode.AR else settings.lookahead
         self.scheduler = Scheduler(
             runner.blocks, settings.batch_size, lookahead, settings.prefill_tokens, settings.prefix_cache
@@ -92,7 +96,7 @@ class Engine:
 
     @property
     def draft_state(self) -> DraftState:
-        """What the drafting side is doing."""
+        """Whether a drafter serves, starts, is silent or gone."""
         return self.draft_client.state
 
     @property
@@ -125,54 +129,57 @@ class Engine:
     def _warn_beyond(self, length: int) -> None:
         trained = self._unwarned_length
         if trained is not None and length > trained:
-            about = f"{self.settings.drafter} was trained on texts of at most {trained} tokens, a request may reach {length}"
-            print(f"warning: drafter {about}: expect lower acceptance beyond", file=sys.stderr)
+            print(
+                f"warning: drafter {self.settings.drafter} was trained on texts of at most {trained} tokens, "
+                f"a request may reach {length}: expect lower acceptance beyond",
+                file=sys.stderr,
+            )
             self._unwarned_length = None
 
     def cancel(self, request_id: str) -> None:
         """End a request between two steps. Its last output, with reason "cancel", comes from the next step."""
         request = self.scheduler.drop_waiting(request_id)
-        if request is None and (seat := self.scheduler.running.get(request_id)):
-            request = seat.request
+        if request is None and (running := self.scheduler.running.get(request_id)):
+            request = running.request
             self._release(request)
         if request is not None:
             request.finish_reason = FinishReason.CANCEL
             self._cancelled.append(request)
 
     def step(self) -> list[RequestOutput]:
-        """One round: returns what each request gained. Nothing to do: an empty list."""
+        """Run one round, and return what each request gained; an empty list where there is nothing to do."""
         outputs = [RequestOutput(r.id, (), FinishReason.CANCEL, r) for r in self._cancelled]
         self._cancelled = []
         self.draft_client.reconnect()
         started = time.perf_counter()
-        works, preempted = self.scheduler.schedule()
+        chunks, preempted = self.scheduler.schedule()
         for request in preempted:
             self.draft_client.retire(request.id)
-        if not works:
+        if not chunks:
             self.draft_client.send()
             return outputs
-        parts = self._parts(works, self.draft_client.collect([work.seat.request for work in works if work.completes]))
-        complete = [part for part in parts if part.work.completes]
+        batch = self._batch(chunks, self.draft_client.collect([chunk.request for chunk in chunks if chunk.completes]))
+        complete = [item for item in batch if item.chunk.completes]
         before = time.perf_counter()
-        with _verification_span(parts) as traced:
-            output = self.runner.forward([part.rows for part in parts])
+        with _verification_span(batch) as traced:
+            output = self.runner.forward([item.rows for item in batch])
             verdicts = self._verify(complete, output)
             _note_verdicts(traced, complete, verdicts)
         verify = time.perf_counter() - before
-        given = [len(part.request.new_tokens) for part in parts]
-        for part in parts:
-            if not part.work.completes:
-                self.scheduler.advance(part.seat, part.seat.computed + part.work.rows)
-        kept = [self._commit(part, verdict, verify) for part, verdict in zip(complete, verdicts, strict=True)]
+        given = [len(item.request.new_tokens) for item in batch]
+        for item in batch:
+            if not item.chunk.completes:
+                self.scheduler.advance(item.running, item.running.num_computed + item.chunk.rows)
+        kept = [self._commit(item, verdict, verify) for item, verdict in zip(complete, verdicts, strict=True)]
         self._report(complete, verdicts, output)
-        self._count_time(parts, given, time.perf_counter() - started)
+        self._count_time(batch, given, time.perf_counter() - started)
         results = zip(complete, kept, strict=True)
         return outputs + [
             RequestOutput(p.request.id, tuple(tokens), p.request.finish_reason, p.request) for p, tokens in results
         ]
 
     def check_idle(self) -> None:
-        """To be called now and then while there is no work: checks the books, and whether the draft process still
+        """Call it now and then while there is no work: it checks the block counts, and whether the draft process still
         answers.
         """
         if not self.has_work:
@@ -180,7 +187,7 @@ class Engine:
             self.draft_client.check_idle()
 
     def check(self) -> None:
-        """Assert that the books are right; of an idle engine also that nobody holds anything."""
+        """Assert that every KV block is accounted for; in an idle engine all of them are free."""
         self.scheduler.check()
         if not self.scheduler.running:
             assert self.scheduler.pool.num_free == self.scheduler.pool.num_blocks, "an idle engine holds blocks"
@@ -195,42 +202,44 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _parts(self, works: Sequence[Work], answers: dict[str, ServedSpeculation]) -> list[Part]:
-        """The rows of each request, and the speculation in them, cut to what may still come."""
-        parts, start, start_logits = [], 0, 0
-        for work in works:
-            seat, tokens = work.seat, work.seat.request.tokens
-            answer = answers.get(seat.request.id, NOTHING)
-            drafted = answer.tokens[: work.drafted]
-            ids = [*tokens[seat.computed : seat.computed + work.rows], *drafted]
-            wanted = len(drafted) + 1 if work.completes else 0
-            rows = Rows(ids, seat.computed + len(ids), seat.blocks, wanted)
-            parts.append(Part(work, answer, drafted, rows, start, start_logits))
+    def _batch(
+        self, chunks: Sequence[ScheduledChunk], speculations: dict[str, ServedSpeculation]
+    ) -> list[BatchedChunk]:
+        """The rows of each request, with its speculation cut to the tokens that may still come."""
+        batch, start, start_logits = [], 0, 0
+        for chunk in chunks:
+            running, computed = chunk.running, chunk.running.num_computed
+            speculation = speculations.get(chunk.request.id, NO_SPECULATION)
+            drafted = speculation.tokens[: chunk.max_drafted]
+            ids = [*chunk.request.tokens[computed : computed + chunk.rows], *drafted]
+            wanted = len(drafted) + 1 if chunk.completes else 0
+            rows = Rows(ids, computed + len(ids), running.blocks, wanted)
+            batch.append(BatchedChunk(chunk, speculation, drafted, rows, start, start_logits))
             start, start_logits = start + len(ids), start_logits + wanted
-        return parts
+        return batch
 
-    def _verify(self, complete: Sequence[Part], output: TargetOutput) -> list[Verdict]:
+    def _verify(self, complete: Sequence[BatchedChunk], output: TargetOutput) -> list[Verdict]:
         to_verify = []
-        for part in complete:
+        for item in complete:
             proposal = None
-            if part.answer.probs_KD is not None and part.drafted:
+            if item.speculation.probs_KD is not None and item.drafted:
                 assert self.draft_client.draft_to_target_D is not None
-                probs = part.answer.probs_KD[: len(part.drafted)].to(output.logits_LV.device)
+                probs = item.speculation.probs_KD[: len(item.drafted)].to(output.logits_LV.device)
                 proposal = Proposal(probs, self.draft_client.draft_to_target_D)
-            to_verify.append(row_of(part.request, part.start_logits, part.drafted, proposal))
+            to_verify.append(row_of(item.request, item.start_logits, item.drafted, proposal))
         return verify_rows(output.logits_LV, to_verify)
 
-    def _commit(self, part: Part, verdict: Verdict, verify: float) -> list[int]:
-        request, seat = part.request, part.seat
-        accepted, before = part.drafted[: verdict.num_accepted], len(request.tokens)
-        if part.decodes:
+    def _commit(self, item: BatchedChunk, verdict: Verdict, verify: float) -> list[int]:
+        request = item.request
+        accepted, before = item.drafted[: verdict.num_accepted], len(request.tokens)
+        if item.decodes:
             wait, busy = self.draft_client.wait, self.draft_client.busy
             emitted = len(accepted) + 1
             request.rounds.append(
-                RoundRecord(part.answer.source, len(part.drafted), len(accepted), emitted, verify, wait, busy)
+                RoundRecord(item.speculation.source, len(item.drafted), len(accepted), emitted, verify, wait, busy)
             )
         kept = request.commit([*accepted, verdict.bonus_token], verdict.logprobs)
-        self.scheduler.advance(seat, min(before + len(accepted), len(request.tokens)))
+        self.scheduler.advance(item.running, min(before + len(accepted), len(request.tokens)))
         if request.finish_reason is not None:
             self._release(request)
         return kept
@@ -239,42 +248,43 @@ class Engine:
         self.scheduler.release(request.id)
         self.draft_client.retire(request.id)
 
-    def _report(self, complete: Sequence[Part], verdicts: Sequence[Verdict], output: TargetOutput) -> None:
-        """Tell the drafting side at once, so that it works while the caller shows the tokens."""
-        for part, verdict in zip(complete, verdicts, strict=True):
-            request = part.request
+    def _report(self, complete: Sequence[BatchedChunk], verdicts: Sequence[Verdict], output: TargetOutput) -> None:
+        """Send the outcomes to the drafter at once, so that it works while the caller shows the tokens."""
+        for item, verdict in zip(complete, verdicts, strict=True):
+            request = item.request
             if request.finish_reason is not None:
                 continue
             if self.draft_client.knows(request):
                 assert output.features_RH is not None
                 self.draft_client.report(
-                    request, verdict, output.features_RH[part.start : part.start + verdict.num_accepted + 1]
+                    request, verdict, output.features_RH[item.start : item.start + verdict.num_accepted + 1]
                 )
             elif self.draft_client.accepts(request):
-                self.draft_client.admit(request, self.runner.features_of(part.seat.blocks, part.seat.computed))
+                features_SH = self.runner.features_of(item.running.blocks, item.running.num_computed)
+                self.draft_client.admit(request, features_SH)
         self.draft_client.send()
 
-    def _count_time(self, parts: Sequence[Part], given: Sequence[int], seconds: float) -> None:
-        """A round belongs to the prompt's time until the first token is there."""
-        for part, tokens in zip(parts, given, strict=True):
+    def _count_time(self, batch: Sequence[BatchedChunk], given: Sequence[int], seconds: float) -> None:
+        """A round counts as prefill until the request has its first token."""
+        for item, tokens in zip(batch, given, strict=True):
             if tokens:
-                part.request.decode_seconds += seconds
+                item.request.decode_seconds += seconds
             else:
-                part.request.prefill_seconds += seconds
+                item.request.prefill_seconds += seconds
 
 
-def _verification_span(parts: Sequence[Part]) -> Span:
+def _verification_span(batch: Sequence[BatchedChunk]) -> Span:
     """The span of a round's forward and verification: "prefill" where it verifies nothing."""
-    decoding = [part for part in parts if part.decodes]
+    decoding = [item for item in batch if item.decodes]
     return span(
-        "verify" if decoding else "prefill", lambda: {part.request.id: len(part.request.tokens) for part in decoding}
+        "verify" if decoding else "prefill", lambda: {item.request.id: len(item.request.tokens) for item in decoding}
     )
 
 
-def _note_verdicts(traced: Span, complete: Sequence[Part], verdicts: Sequence[Verdict]) -> None:
-    found = [(part, verdict) for part, verdict in zip(complete, verdicts, strict=True) if part.decodes]
+def _note_verdicts(traced: Span, complete: Sequence[BatchedChunk], verdicts: Sequence[Verdict]) -> None:
+    found = [(item, verdict) for item, verdict in zip(complete, verdicts, strict=True) if item.decodes]
     traced.note(
-        source={part.request.id: part.answer.source for part, _ in found},
-        drafted={part.request.id: len(part.drafted) for part, _ in found},
-        accepted={part.request.id: verdict.num_accepted for part, verdict in found},
+        source={item.request.id: item.speculation.source for item, _ in found},
+        drafted={item.request.id: len(item.drafted) for item, _ in found},
+        accepted={item.request.id: verdict.num_accepted for item, verdict in found},
     )

@@ -1,8 +1,7 @@
-"""Who runs, and what a round computes: places, KV blocks, chunks of prompts; who waits comes in order, and who came
-last gives way.
+"""First-come scheduler with chunked prefill and prefix caching; preempts the newest request when KV blocks run out.
 
-Requests run in the order in which they came: nobody is overtaken, and the oldest one always gets on, so everybody's
-turn comes.
+Requests run in the order of arrival and nobody is overtaken. The oldest one is never preempted, so every request
+finishes.
 """
 
 from __future__ import annotations
@@ -16,53 +15,55 @@ from drafters.base.errors import UserError
 from infer.engine.request import Request
 from infer.kernels.attention.block_pool import BlockPool
 
-ROOT = "prompt"  # what names the beginning of a text in the prefix cache
+ROOT = "prompt"  # the parent of a text's first block in the prefix cache
 
 
 @dataclass
-class Seat:
-    """A running request with its blocks. The keys of its first `computed` tokens are written; `published` of its
-    blocks can be found.
+class RunningRequest:
+    """A running request with its KV blocks. The keys of its first `num_computed` tokens are written, and its first
+    `num_cached` blocks are in the prefix cache.
     """
 
     request: Request
     blocks: tuple[int, ...]
-    computed: int
-    published: int
-    chain: Hashable  # what names the published blocks
+    num_computed: int
+    num_cached: int
+    prefix_hash: Hashable  # of the last cached block; `ROOT` before the first
 
     @property
-    def missing(self) -> int:
-        """Tokens whose keys are not written: 1 between two verifications (the newest one), more while a prompt is
-        read.
-        """
-        return len(self.request.tokens) - self.computed
+    def num_uncomputed(self) -> int:
+        """Tokens whose keys are not written: 1 between two verifications (the newest one), more during prefill."""
+        return len(self.request.tokens) - self.num_computed
 
 
-class Work(NamedTuple):
-    """One request's part of a round: the next `rows` of its tokens, and up to `drafted` tokens of a speculation behind
-    them.
+class ScheduledChunk(NamedTuple):
+    """One request's part of a round: the next `rows` of its tokens, and at most `max_drafted` tokens of a speculation
+    behind them.
     """
 
-    seat: Seat
+    running: RunningRequest
     rows: int
-    drafted: int
+    max_drafted: int
+
+    @property
+    def request(self) -> Request:
+        return self.running.request
 
     @property
     def completes(self) -> bool:
         """Whether the last row's logits give a new token."""
-        return self.rows == self.seat.missing
+        return self.rows == self.running.num_uncomputed
 
 
-class Round(NamedTuple):
-    """What to compute, in the order of the requests, and who had to give up its place."""
+class SchedulerOutput(NamedTuple):
+    """What a round computes, in the order of the requests, and which requests were preempted for it."""
 
-    works: list[Work]
+    chunks: list[ScheduledChunk]
     preempted: list[Request]
 
 
 class Scheduler:
-    """Places and KV blocks of the running requests, and the queue of those that wait."""
+    """KV blocks of the running requests, and the queue of the waiting ones."""
 
     def __init__(
         self, pool: BlockPool, batch_size: int, lookahead: int, prefill_tokens: int, prefix_cache: bool = True
@@ -70,16 +71,16 @@ class Scheduler:
         self.pool, self.batch_size, self.lookahead, self.prefill_tokens = pool, batch_size, lookahead, prefill_tokens
         self.prefix_cache = prefix_cache
         self.waiting: deque[Request] = deque()
-        self.running: dict[str, Seat] = {}  # in the order in which they came
+        self.running: dict[str, RunningRequest] = {}  # in the order of arrival
         self._preempted: list[Request] = []
-        self._names: set[str] = set()
+        self._ids: set[str] = set()
 
     def knows(self, request_id: str) -> bool:
-        """Whether a request of that name waits or runs."""
-        return request_id in self._names
+        """Whether a request of that id waits or runs."""
+        return request_id in self._ids
 
     def submit(self, request: Request) -> None:
-        """Queue a request. One that can never fit is refused at once."""
+        """Queue a request. Raises `UserError` for one that can never fit."""
         if self.pool.blocks_for(request.max_tokens) > self.pool.num_blocks:
             holds = self.pool.num_blocks * self.pool.block_size
             raise UserError(
@@ -87,122 +88,113 @@ class Scheduler:
                 "lower max_new_tokens or raise kv_tokens"
             )
         self.waiting.append(request)
-        self._names.add(request.id)
+        self._ids.add(request.id)
 
-    def schedule(self) -> Round:
-        """Let the running ones grow, admit who fits, and share out the round's prompt tokens among those whose prompt
-        is not read.
+    def schedule(self) -> SchedulerOutput:
+        """Give the running requests blocks for their newest tokens, admit who fits, then share out the round's
+        `prefill_tokens` among the requests in prefill.
         """
-        for seat in list(self.running.values()):
-            if seat.request.id in self.running:
-                self._grow(seat)
+        for running in list(self.running.values()):
+            if running.request.id in self.running:  # not preempted by one before it
+                self._allocate_newest(running)
         while self.waiting and len(self.running) < self.batch_size and self._admit(self.waiting[0]):
             self.waiting.popleft()
-        for seat in self.running.values():
-            self._stretch(seat)
-        works, left = [], self.prefill_tokens
-        for seat in self.running.values():
-            rows = 1 if seat.missing == 1 else min(seat.missing, left)
-            left -= rows if seat.missing > 1 else 0
+        for running in self.running.values():
+            self._allocate_speculation(running)
+        chunks, left = [], self.prefill_tokens
+        for running in self.running.values():
+            uncomputed = running.num_uncomputed
+            rows = 1 if uncomputed == 1 else min(uncomputed, left)
+            left -= rows if uncomputed > 1 else 0
             if rows:
-                works.append(Work(seat, rows, self._drafted(seat) if rows == seat.missing else 0))
+                chunks.append(ScheduledChunk(running, rows, self._max_drafted(running) if rows == uncomputed else 0))
         preempted, self._preempted = self._preempted, []
-        return Round(works, preempted)
+        return SchedulerOutput(chunks, preempted)
 
-    def advance(self, seat: Seat, computed: int) -> None:
-        """The keys of the first `computed` tokens are written: publish the blocks that became full."""
-        assert seat.computed < computed <= len(seat.request.tokens), (
-            seat.computed,
-            computed,
-            len(seat.request.tokens),
-        )
-        seat.computed, size = computed, self.pool.block_size
-        while (seat.published + 1) * size <= computed:
-            start = seat.published * size
-            seat.chain = self.pool.cache_block(
-                seat.blocks[seat.published], seat.chain, seat.request.tokens[start : start + size]
-            )
-            seat.published += 1
+    def advance(self, running: RunningRequest, num_computed: int) -> None:
+        """The keys of the first `num_computed` tokens are written: put the blocks that became full into the prefix
+        cache.
+        """
+        tokens, size = running.request.tokens, self.pool.block_size
+        assert running.num_computed < num_computed <= len(tokens), (running.num_computed, num_computed, len(tokens))
+        running.num_computed = num_computed
+        while (running.num_cached + 1) * size <= num_computed:
+            start = running.num_cached * size
+            block = running.blocks[running.num_cached]
+            running.prefix_hash = self.pool.cache_block(block, running.prefix_hash, tokens[start : start + size])
+            running.num_cached += 1
 
     def release(self, request_id: str) -> None:
         """Forget an ended request and free its blocks."""
         self.pool.free(self.running.pop(request_id).blocks)
-        self._names.discard(request_id)
+        self._ids.discard(request_id)
 
     def drop_waiting(self, request_id: str) -> Request | None:
         """Take a request out of the queue, if it waits there."""
         found = next((r for r in self.waiting if r.id == request_id), None)
         if found:
             self.waiting.remove(found)
-            self._names.discard(request_id)
+            self._ids.discard(request_id)
         return found
 
     def check(self) -> None:
-        """Assert that the books are right: every block accounted for, requests inside their blocks but for the newest
-        token.
-        """
-        self.pool.check([seat.blocks for seat in self.running.values()])
-        for seat in self.running.values():
-            holds = len(seat.blocks) * self.pool.block_size
-            assert 0 <= seat.computed < len(seat.request.tokens) <= holds + 1, (
-                seat.computed,
-                len(seat.request.tokens),
-                holds,
-            )
-            assert seat.published == seat.computed // self.pool.block_size, (seat.published, seat.computed)
+        """Assert that every block is accounted for, and that each request's keys lie in its blocks."""
+        self.pool.check([running.blocks for running in self.running.values()])
+        for running in self.running.values():
+            tokens, holds = len(running.request.tokens), len(running.blocks) * self.pool.block_size
+            assert 0 <= running.num_computed < tokens <= holds + 1, (running.num_computed, tokens, holds)
+            assert running.num_cached == running.num_computed // self.pool.block_size, running
 
     def _admit(self, request: Request) -> bool:
-        """Give a request a place and blocks for all its tokens, unless there are too few.
+        """Give a request blocks for all its tokens, unless there are too few.
 
-        Those that run keep a block each to grow into: else who joins would at once be sent away again.
+        A block for each running request has to stay free, to grow into: else the newcomer would be preempted at once.
         """
-        tokens = request.tokens
-        most = (
-            (len(tokens) - 1) // self.pool.block_size if self.prefix_cache else 0
-        )  # the newest token has to be computed
+        tokens, size = request.tokens, self.pool.block_size
+        most = (len(tokens) - 1) // size if self.prefix_cache else 0  # the newest token is always computed
         found = self.pool.match_prefix(ROOT, tokens, most)
         self.pool.incref(found)
         count = self.pool.blocks_for(len(tokens)) - len(found)
         room = self.pool.blocks_for(request.max_tokens) - len(found)
-        new = (
-            self.pool.allocate(count, room, after=found[-1] if found else None)
-            if count + len(self.running) <= self.pool.num_free
-            else None
-        )
+        new = None
+        if count + len(self.running) <= self.pool.num_free:
+            new = self.pool.allocate(count, room, after=found[-1] if found else None)
         if new is None:
             self.pool.free(found)
             return False
-        computed, chain = len(found) * self.pool.block_size, self.pool.block_hash(found[-1]) if found else ROOT
-        self.running[request.id] = Seat(request, (*found, *new), computed, len(found), chain)
+        prefix_hash = self.pool.block_hash(found[-1]) if found else ROOT
+        self.running[request.id] = RunningRequest(request, (*found, *new), len(found) * size, len(found), prefix_hash)
         return True
 
-    def _grow(self, seat: Seat) -> None:
-        """Blocks for the newest token, if need be those of the request that came last."""
-        while (count := self.pool.blocks_for(len(seat.request.tokens)) - len(seat.blocks)) > 0:
-            if new := self.pool.allocate(count, after=seat.blocks[-1]):
-                seat.blocks += new
-            elif self._preempt_last() is seat:
+    def _allocate_newest(self, running: RunningRequest) -> None:
+        """Blocks for the newest token, if need be by preempting the request that came last."""
+        while (count := self.pool.blocks_for(len(running.request.tokens)) - len(running.blocks)) > 0:
+            if new := self.pool.allocate(count, after=running.blocks[-1]):
+                running.blocks += new
+            elif self._preempt_last() is running:
                 return
 
-    def _stretch(self, seat: Seat) -> None:
-        """Blocks for a speculation, where there are some: without them it is cut, and nobody has to leave for it."""
-        tokens = min(len(seat.request.tokens) + self.lookahead, seat.request.max_tokens)
-        wanted = self.pool.blocks_for(tokens) - len(seat.blocks)
-        if seat.missing == 1 and wanted > 0 and (new := self.pool.allocate(wanted, after=seat.blocks[-1])):
-            seat.blocks += new
+    def _allocate_speculation(self, running: RunningRequest) -> None:
+        """Blocks for a speculation, where some are free: without them it is cut, and nobody is preempted for it."""
+        tokens = min(len(running.request.tokens) + self.lookahead, running.request.max_tokens)
+        wanted = self.pool.blocks_for(tokens) - len(running.blocks)
+        if running.num_uncomputed == 1 and wanted > 0:
+            running.blocks += self.pool.allocate(wanted, after=running.blocks[-1]) or ()
 
-    def _preempt_last(self) -> Seat:
-        """Send the request that came last back to the head of the queue: it keeps its tokens, and computes their keys
-        again.
+    def _preempt_last(self) -> RunningRequest:
+        """Preempt the request that came last: it goes to the head of the queue, keeps its tokens, and will compute
+        their keys again.
         """
-        _, seat = self.running.popitem()
-        assert self.running or self.pool.num_free, f"{seat.request.id} runs alone and does not fit"
-        self.pool.free(seat.blocks)
-        self.waiting.appendleft(seat.request)
-        self._preempted.append(seat.request)
-        return seat
+        _, running = self.running.popitem()
+        assert self.running or self.pool.num_free, f"{running.request.id} runs alone and does not fit"
+        self.pool.free(running.blocks)
+        self.waiting.appendleft(running.request)
+        self._preempted.append(running.request)
+        return running
 
-    def _drafted(self, seat: Seat) -> int:
-        """How many drafted tokens fit behind the newest one: into the look-ahead, what may still come, and the blocks."""
-        holds = len(seat.blocks) * self.pool.block_size
-        return max(0, min(self.lookahead, seat.request.room - 1, holds - len(seat.request.tokens)))
+    def _max_drafted(self, running: RunningRequest) -> int:
+        """How many drafted tokens fit behind the newest one: by the look-ahead, the tokens that may still come, and
+        the blocks.
+        """
+        holds = len(running.blocks) * self.pool.block_size
+        return max(0, min(self.lookahead, running.request.room - 1, holds - len(running.request.tokens)))

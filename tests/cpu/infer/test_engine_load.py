@@ -84,7 +84,7 @@ def test_a_pool_too_small_for_all_loses_and_repeats_no_token(
     preempted = []
     with _engine(pair, mode, batch_size=4, kv_tokens=7 * BLOCK) as engine:
         preempt = engine.scheduler._preempt_last
-        engine.scheduler._preempt_last = lambda: preempted.append(seat := preempt()) or seat  # type: ignore[method-assign]
+        engine.scheduler._preempt_last = lambda: preempted.append(running := preempt()) or running  # type: ignore[method-assign]
         names = [engine.submit(prompt, GREEDY) for prompt in prompts]
         ended: dict[str, Request] = {}
         shown: dict[str, list[int]] = {name: [] for name in names}
@@ -96,7 +96,7 @@ def test_a_pool_too_small_for_all_loses_and_repeats_no_token(
             engine.check()
         assert mode is Mode.AR or _drafter_is_idle(engine)
     assert [ended[name].new_tokens for name in names] == [shown[name] for name in names] == expected
-    assert any(len(seat.request.prompt_ids) < seat.computed for seat in preempted), (
+    assert any(len(running.request.prompt_ids) < running.num_computed for running in preempted), (
         "nobody was sent away in the middle of an answer"
     )
 
@@ -111,8 +111,8 @@ def test_a_prompt_that_was_there_before_is_computed_from_its_last_full_block_on(
     with _engine(pair, mode) as engine:
         assert _answer(engine, prompt).new_tokens == alone
         engine.submit(prompt, GREEDY, "again")
-        works = engine.scheduler.schedule().works
-        assert works[0].rows == length - (length - 1) // BLOCK * BLOCK
+        chunks = engine.scheduler.schedule().chunks
+        assert chunks[0].rows == length - (length - 1) // BLOCK * BLOCK
         assert drain(engine)["again"].new_tokens == alone
         if mode is not Mode.AR:
             worker = engine.draft_client._channel.worker  # type: ignore[union-attr]
@@ -131,7 +131,10 @@ def test_a_second_turn_hits_on_both_sides_and_changes_no_token(
         first = _answer(engine, prompts[6], params)
         second = [*first.tokens, 7, 8, 9]
         worker = engine.draft_client._channel.worker  # type: ignore[union-attr]
-        pools = (engine.runner.blocks.match_prefix("prompt", second, 9), worker.model.blocks.match_prefix(second[0], second[1:], 9))
+        pools = (
+            engine.runner.blocks.match_prefix("prompt", second, 9),
+            worker.model.blocks.match_prefix(second[0], second[1:], 9),
+        )
         assert [len(found) for found in pools] == [3, 3], "40 + 24 tokens: 63 were computed, so three full blocks"
         cached = _answer(engine, second, params)
     with _engine(pair, prefix_cache=False) as engine:

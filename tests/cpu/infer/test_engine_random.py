@@ -223,12 +223,14 @@ def test_the_simulation_finds_keys_that_were_never_written() -> None:
     scheduler = sim.engine.scheduler
     advance = scheduler.advance
 
-    def too_early(seat: Any, computed: int) -> None:
-        advance(seat, computed)
-        if (seat.published + 1) * 4 <= len(seat.request.tokens) and seat.published * 4 >= computed - 3:
-            tokens = seat.request.tokens[seat.published * 4 : seat.published * 4 + 4]
-            seat.chain = scheduler.pool.cache_block(seat.blocks[seat.published], seat.chain, tokens)
-            seat.published += 1
+    def too_early(running: Any, computed: int) -> None:
+        advance(running, computed)
+        if (running.num_cached + 1) * 4 <= len(running.request.tokens) and running.num_cached * 4 >= computed - 3:
+            tokens = running.request.tokens[running.num_cached * 4 : running.num_cached * 4 + 4]
+            running.prefix_hash = scheduler.pool.cache_block(
+                running.blocks[running.num_cached], running.prefix_hash, tokens
+            )
+            running.num_cached += 1
 
     scheduler.advance = too_early  # type: ignore[method-assign]
     with pytest.raises(AssertionError):

@@ -238,10 +238,12 @@ def test_constrained_answers_survive_preemption(pair: tuple[Target, Path]) -> No
     preempted = []
     with launch(settings, Mode.SSD, pair[0], in_process=True) as engine:
         preempt = engine.scheduler._preempt_last
-        engine.scheduler._preempt_last = lambda: preempted.append(seat := preempt()) or seat  # type: ignore[method-assign]
+        engine.scheduler._preempt_last = lambda: preempted.append(running := preempt()) or running  # type: ignore[method-assign]
         names = [engine.submit(PROMPT, params) for params in asked]
         ended = drain(engine)
-    assert any(len(PROMPT) < seat.computed for seat in preempted), "nobody was sent away in the middle of an answer"
+    assert any(len(PROMPT) < running.num_computed for running in preempted), (
+        "nobody was sent away in the middle of an answer"
+    )
     for name, plain in zip(names, alone, strict=True):
         request = ended[name]
         assert request.new_tokens == plain.new_tokens == [own.token for own in request.logprobs]

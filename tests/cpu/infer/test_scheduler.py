@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from drafters.base.errors import UserError
 from infer.engine.request import Request, SamplingParams
-from infer.engine.scheduler import Round, Scheduler
+from infer.engine.scheduler import Scheduler, SchedulerOutput
 from infer.kernels.attention.block_pool import BlockPool
 
 
@@ -25,19 +25,19 @@ def _scheduler(
     return Scheduler(BlockPool(blocks, size), batch_size, lookahead, prefill_tokens)
 
 
-def _apply(scheduler: Scheduler, round_: Round, token: int = 9) -> None:
+def _apply(scheduler: Scheduler, scheduled: SchedulerOutput, token: int = 9) -> None:
     """Compute what was scheduled: every request that completes gains one token."""
-    for work in round_.works:
-        computed = work.seat.computed + work.rows
-        if work.completes:
-            work.seat.request.commit([token])
-        scheduler.advance(work.seat, computed)
-        if work.seat.request.finish_reason:
-            scheduler.release(work.seat.request.id)
+    for chunk in scheduled.chunks:
+        computed = chunk.running.num_computed + chunk.rows
+        if chunk.completes:
+            chunk.request.commit([token])
+        scheduler.advance(chunk.running, computed)
+        if chunk.request.finish_reason:
+            scheduler.release(chunk.request.id)
 
 
-def _plan(round_: Round) -> list[tuple[str, int, int]]:
-    return [(work.seat.request.id, work.rows, work.drafted) for work in round_.works]
+def _plan(scheduled: SchedulerOutput) -> list[tuple[str, int, int]]:
+    return [(chunk.request.id, chunk.rows, chunk.max_drafted) for chunk in scheduled.chunks]
 
 
 def test_requests_join_in_order_up_to_the_batch_size() -> None:
@@ -59,9 +59,9 @@ def test_a_round_reads_so_many_prompt_tokens_beside_those_that_decode() -> None:
     scheduler.submit(_request("c", 20, 99, 3))
     plans = []
     for _ in range(4):
-        round_ = scheduler.schedule()
-        plans.append(_plan(round_))
-        _apply(scheduler, round_)
+        scheduled = scheduler.schedule()
+        plans.append(_plan(scheduled))
+        _apply(scheduler, scheduled)
     assert plans == [
         [("a", 1, 0), ("b", 16, 0)],
         [("a", 1, 0), ("b", 4, 0), ("c", 12, 0)],
@@ -112,13 +112,13 @@ def test_who_came_last_gives_way_keeps_its_tokens_and_comes_back_first() -> None
         rounds.append(scheduler.schedule())
         scheduler.check()
         _apply(scheduler, rounds[-1])
-    preempted = [request.id for round_ in rounds for request in round_.preempted]
+    preempted = [request.id for scheduled in rounds for request in scheduled.preempted]
     assert preempted[0] == "b" and "a" not in preempted
     b = next(request for request in scheduler.waiting if request.id == "b")
     assert b.new_tokens and scheduler.waiting[0] is b and [r.id for r in scheduler.waiting] == ["b", "c"]
     tokens = list(b.tokens)
-    work = scheduler.schedule().works[0]
-    assert work.seat.request is b and b.tokens == tokens and work.seat.computed + work.rows == len(tokens)
+    chunk = scheduler.schedule().chunks[0]
+    assert chunk.request is b and b.tokens == tokens and chunk.running.num_computed + chunk.rows == len(tokens)
 
 
 @pytest.mark.parametrize(("prompt", "cached"), [(15, 0), (16, 0), (17, 16), (31, 16), (32, 16), (33, 32)])
@@ -127,9 +127,9 @@ def test_the_next_request_with_this_beginning_computes_only_the_rest(prompt: int
     scheduler = _scheduler(10)
     for name in "ab":
         scheduler.submit(_request(name, prompt, 99))
-        round_ = scheduler.schedule()
-        assert _plan(round_) == [(name, prompt - (cached if name == "b" else 0), 0)]
-        _apply(scheduler, round_)
+        scheduled = scheduler.schedule()
+        assert _plan(scheduled) == [(name, prompt - (cached if name == "b" else 0), 0)]
+        _apply(scheduler, scheduled)
         scheduler.release(name)
         scheduler.check()
 
@@ -150,7 +150,7 @@ def test_nothing_is_found_before_its_keys_are_written() -> None:
         scheduler.submit(_request(name, 40, 99))
     scheduler.schedule()
     assert all(scheduler.pool.match_prefix("prompt", _request("x", 40, 99).tokens, 2) == [] for _ in "x")
-    assert scheduler.running["b"].computed == 0
+    assert scheduler.running["b"].num_computed == 0
 
 
 @pytest.mark.parametrize(("room", "blocks", "drafted"), [(9, 9, 5), (5, 9, 4), (1, 9, 0), (9, 1, 3), (2, 9, 1)])
@@ -186,14 +186,14 @@ def test_all_are_served_in_order_and_the_pool_is_whole_again(
     rounds = 0
     while scheduler.waiting or scheduler.running:
         before = {r.id: list(r.tokens) for r in requests}
-        round_ = scheduler.schedule()
+        scheduled = scheduler.schedule()
         scheduler.check()
         order = [int(name) for name in scheduler.running]
         assert order == sorted(order) and 1 <= len(order) <= batch_size
         assert not scheduler.waiting or max(order) < int(scheduler.waiting[0].id)
-        assert round_.works[0].seat.request.id == str(order[0]), "the oldest one gets on"
-        assert sum(work.rows for work in round_.works if work.seat.missing > 1) <= prefill_tokens
-        _apply(scheduler, round_)
+        assert scheduled.chunks[0].request.id == str(order[0]), "the oldest one gets on"
+        assert sum(chunk.rows for chunk in scheduled.chunks if chunk.running.num_uncomputed > 1) <= prefill_tokens
+        _apply(scheduler, scheduled)
         assert all(r.tokens[: len(before[r.id])] == before[r.id] for r in requests)
         rounds += 1
         assert rounds < 2000
