@@ -120,10 +120,13 @@ def draw(lanes: dict[str, list[Drawn]], start: float, end: float) -> Figure:
 
 
 def _label(verify: Drawn) -> str:
-    """Where the speculation came from and how much of it was accepted; of the first request of a batch."""
-    arguments = verify.arguments
-    parts = [next(iter(arguments[name].values()), "") for name in ("source", "accepted", "drafted")]
-    return "{}\n{} of {} accepted".format(*parts)
+    """How the outcome before was answered and how many tokens were accepted; of the first request of a batch."""
+    found = [next(iter(verify.arguments[name].values())) for name in ("source", "accepted", "drafted")]
+    source, accepted, drafted = found
+    words = {"hit": "after a hit", "first": "first round", "sync": "", "alone": ""}.get(
+        source, f"after a miss ({source})"
+    )
+    return f"{words}\n{accepted} of {drafted} accepted"
 
 
 def _messages(shown: dict[str, list[Drawn]]) -> Iterator[tuple[float, float, bool]]:
