@@ -28,7 +28,7 @@ from train.costs.throughput import measured_seconds
 from train.target_features.store import store_bytes
 from train.trainer.training_data import split
 
-LAUNCHES = 1e-3  # seconds a GPU needs at least for one layer of one drafter step, forward and backward: some 200 launches of 5 us
+LAUNCHES = 1e-3  # seconds of a layer of a drafter step on a GPU at least, both ways: some 200 launches of 5 us
 
 
 class Launch(NamedTuple):
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of one optimizer step in a stage of the curriculum: all ranks' FLOPs, seconds, and a rank's memory at its peak."""
+    """Of one optimizer step in a stage: all ranks' FLOPs, seconds, and a rank's memory at its peak."""
 
     stage: Stage
     predictions: float
@@ -89,7 +89,8 @@ def estimate(settings: TrainSettings, recipe: Path, launch: Launch) -> RunEstima
     """Sizes, rows and costs of a run."""
     if settings.batch.rows_per_step % launch.ranks:
         raise UserError(
-            f"batch.rows_per_step = {settings.batch.rows_per_step} cannot be shared by {launch.ranks} ranks; take a multiple"
+            f"batch.rows_per_step = {settings.batch.rows_per_step} cannot be shared by {launch.ranks} ranks; "
+            "take a multiple"
         )
     target = target_size(settings.target, recipe)
     config = drafter_config(settings, target.config)
@@ -289,7 +290,8 @@ def _conclusions(plan: RunEstimate) -> list[str]:
     )
     exchanged = f", {size(moved.exchanged)} exchanged with other ranks" if launch.ranks > 1 else ""
     lines = [
-        f"Bytes of a step and rank: {size(moved.features)} of features read, {size(moved.optimizer)} through AdamW{exchanged}."
+        f"Bytes of a step and rank: {size(moved.features)} of features read, "
+        f"{size(moved.optimizer)} through AdamW{exchanged}."
     ]
     rate = launch.ranks * plan.device.flops * launch.share
     hours = {"training": sum(cost.seconds * cost.stage.steps for cost in plan.costs) / 3600}
@@ -307,9 +309,9 @@ def _conclusions(plan: RunEstimate) -> list[str]:
     largest = max(making, *(peak(cost.parts) for cost in plan.costs))
     if largest > plan.device.memory * USABLE:
         lines.append(
-            f"Does not fit: {size(largest)} of {size(plan.device.memory)}. Less memory: loss.recompute=true, a smaller "
-            "batch.rows_per_forward or data.row_length, fewer anchors_per_row, features.target=sharded beside features.mode=online, "
-            "more ranks that share (recipes/accelerate)."
+            f"Does not fit: {size(largest)} of {size(plan.device.memory)}. Less memory: loss.recompute=true, "
+            "a smaller batch.rows_per_forward or data.row_length, fewer anchors_per_row, features.target=sharded "
+            "beside features.mode=online, more ranks that share (recipes/accelerate)."
         )
     return lines
 

@@ -14,7 +14,8 @@ try:
     from drafters.base.errors import CommandParser, UserError, run_command
 except ModuleNotFoundError:
     sys.exit(
-        "error: the project is not installed in this Python: run `make env` and use .venv/bin/accelerate, or `pip install -e .`"
+        "error: the project is not installed in this Python: run `make env` and use .venv/bin/accelerate, "
+        "or `pip install -e .`"
     )
 
 from drafters.base.settings import deprecated_names_help, load_settings
@@ -26,16 +27,16 @@ from train.parallel import malloc
 DESCRIPTION = """\
 Train an EAGLE-3 drafter for SSD (speculative speculative decoding) on text that the target wrote.
 
-The first run computes the target's features and keeps them on disk. Ctrl-C saves the state; the same command goes on from it.
+The first run computes the target's features and keeps them on disk. Ctrl-C saves the state; the same command goes on.
 Writes to the recipe's `output`: metrics.jsonl, states/ to resume from, best-eagle3/ and final-eagle3/ to serve."""
 EXAMPLES = """\
   accelerate launch train/eagle3_selfcond.py --config recipes/smollm2-135m/train.yaml
-  ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 train/eagle3_selfcond.py --config R minutes=10   (two on CPU)
+  ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 train/eagle3_selfcond.py --config R   (CPU)
   python train/eagle3_selfcond.py --config R drafter.num_hidden_layers=2 output=runs/train/two-layers
   python train/eagle3_selfcond.py --config base.yaml --config variant.yaml   (a variant that names only what differs)
-  python train/eagle3_selfcond.py --config R --dry-run --gpu H100 --launch recipes/accelerate/zero2.yaml   (what it takes)
+  python train/eagle3_selfcond.py --config R --dry-run --gpu H100 --launch recipes/accelerate/zero2.yaml   (costs)
 
-Every setting of train/config.py can be given as key=value; a list of stages as 'curriculum=[{steps: 100, depth: 3}]'."""
+Every setting of train/config.py can be given as key=value, stages as 'curriculum=[{steps: 100, depth: 3}]'."""
 
 
 def main(argv: list[str]) -> int:

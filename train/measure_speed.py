@@ -39,7 +39,7 @@ from train.trainer.step import MicroBatch, forward_of
 
 EXAMPLES = """\
   python -m train.measure_speed --config recipes/smollm2-135m/train.yaml --depth 13
-  python -m train.measure_speed --config recipes/smollm2-135m/train.yaml --depth 13 loss.bonus=0.1 batch.rows_per_forward=4"""
+  python -m train.measure_speed --config recipes/smollm2-135m/train.yaml --depth 13 batch.rows_per_forward=4"""
 
 
 class Measured(NamedTuple):
@@ -85,7 +85,8 @@ def main(argv: list[str]) -> int:
     console = Console()
     console.print(table)
     console.print(
-        f"step {1e3 * measured.step:.0f} ms, its products alone {1e3 * measured.products:.0f} ms: share {measured.share:.1%}"
+        f"step {1e3 * measured.step:.0f} ms, its products alone {1e3 * measured.products:.0f} ms: "
+        f"share {measured.share:.1%}"
     )
     return 0
 

@@ -1,6 +1,4 @@
-"""A page for people out of a run's `metrics.jsonl`: `python -m train.report runs/train/NAME` writes its report.html
-again.
-"""
+"""report.html of a training run, out of its `metrics.jsonl`: `python -m train.report runs/train/NAME`."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ GREY, ORANGE = "#8a8f98", "#d9541e"
 
 
 class History(NamedTuple):
-    """A run's records in the order of their steps: the newest start, the optimizer steps, the held-out measurements."""
+    """A run's records by step: the newest start, the optimizer steps, the held-out measurements."""
 
     start: Record
     steps: list[Record]
@@ -196,7 +194,8 @@ SECTIONS: tuple[tuple[str, str, Callable[[History], str | None]], ...] = (
     ("Tokens per second", "Of all processes together, padding left out.", speed_plot),
     (
         "Model FLOP utilisation",
-        "Time of a step's bare matrix products over its time. On a GPU they run at its peak, on a CPU as measured in the same shapes.",
+        "Time of a step's bare matrix products over its time. On a GPU they run at its peak, "
+        "on a CPU as measured in the same shapes.",
         utilisation_plot,
     ),
 )

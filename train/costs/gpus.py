@@ -1,4 +1,4 @@
-"""What GPUs can do, by their makers' data sheets: dense bf16 matrix products with fp32 sums, memory, bandwidth.
+"""GPU data sheets: dense bf16 matrix products with fp32 sums, memory, bandwidth.
 Torch-free.
 """
 

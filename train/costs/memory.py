@@ -1,4 +1,4 @@
-"""What a rank of a training run holds at its peak, and what a step moves, worked out from shapes. Torch-free.
+"""Memory of a rank at its peak and bytes that a step moves, computed from shapes. Torch-free.
 
 The peak is the end of a forward pass: masters, gradients of earlier forwards, Adam's moments, and everything kept for
 the backward pass. Letters as in `plan`. Activations are bf16 under autocast, softmax is fp32.
@@ -44,7 +44,8 @@ def launch_sharding(launch: str | None) -> tuple[int, Sharding]:
     found = by_stage.get(stage) if kind == "DEEPSPEED" else by_kind.get(kind)
     if found is None or not isinstance(number, int):
         raise UserError(
-            f"{launch}: distributed_type {kind!r}, zero_stage {stage!r}, num_processes {number!r} cannot be planned for"
+            f"{launch}: distributed_type {kind!r}, zero_stage {stage!r}, num_processes {number!r} "
+            "cannot be planned for"
         )
     return number, found
 

@@ -1,5 +1,4 @@
-"""What a training run takes, worked out from shapes before anything is loaded: parameters, FLOPs, bytes, disk, hours.
-Torch-free.
+"""Parameters and FLOPs of training, computed from shapes before anything is loaded. Torch-free.
 
 A *forward* below is one micro-batch in one process: B rows of T tokens, the first drafter step at every slot, deeper
 steps at A anchors of a row. Matrix products are counted as the code asks for them, masked keys included; recomputation
@@ -89,7 +88,7 @@ def parameters(config: DrafterConfig) -> Parameters:
 
 
 def _matrices(config: DrafterConfig, layer: int) -> list[tuple[str, int, int]]:
-    """Name, inputs and outputs of a decoder layer's linear maps; the first layer's attention reads token and feature."""
+    """Name, inputs and outputs of a layer's linear maps; the first layer's attention reads token and feature."""
     hidden, middle = config.hidden_size, config.intermediate_size
     inputs = hidden if layer else 2 * hidden
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim

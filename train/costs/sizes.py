@@ -40,7 +40,8 @@ def target_size(spec: str, recipe: Path) -> TargetSize:
     file = directory / "config.json" if directory else beside
     if not file.is_file():
         raise UserError(
-            f"target {spec!r} is not on this machine and there is no {beside}: put the target's config.json there to plan"
+            f"target {spec!r} is not on this machine and there is no {beside}: "
+            "put the target's config.json there to plan"
         )
     try:
         config = AutoConfig.for_model(**json.loads(file.read_text(encoding="utf-8")))

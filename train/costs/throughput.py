@@ -1,4 +1,4 @@
-"""How fast a step is against the matrix products it consists of, and how long the rest of the curriculum takes.
+"""Model FLOP utilisation of a step, and the time that the rest of the curriculum takes.
 
 The *share* (model FLOP utilisation) is the time that the bare products of a step take over the time of the step. The
 products are timed in the same process on a CPU, and taken from the table on a GPU that it knows. Work is what
@@ -94,8 +94,8 @@ def seconds_left(
 ) -> float:
     """Time from before `step` to the end, from step times of the stages seen.
 
-    A stage not seen yet takes as long for its work as the last one seen: 4 of 10 steps of work 2 done in 1 s each,
-    then 5 steps of work 3: 6 * 1 + 5 * 1 * 3 / 2 = 13.5 s.
+    A stage not seen yet runs at the FLOP rate of the last one seen: 4 of 10 steps of 2 FLOPs done in 1 s each, then 5
+    steps of 3 FLOPs: 6 * 1 + 5 * 1 * 3 / 2 = 13.5 s.
     """
     last = max(times)
     total, first = 0.0, 0

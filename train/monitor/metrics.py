@@ -1,4 +1,4 @@
-"""Where a run's numbers go: a file of JSON lines always, and Weights & Biases where it is on."""
+"""Metrics of a run: `metrics.jsonl` always, and Weights & Biases where it is on."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Metrics:
 
 
 def start_wandb(settings: TrainSettings, output: Path, chosen: dict[str, Any], say: Callable[[str], None]) -> Any:
-    """The Weights & Biases run, the same one after a resume; None, with one line that says why, where it cannot start."""
+    """The Weights & Biases run, the same one after a resume; None and one line that says why where it cannot start."""
     import wandb
 
     quiet = wandb.Settings(silent=True, console="off", init_timeout=60)
@@ -76,8 +76,8 @@ def start_wandb(settings: TrainSettings, output: Path, chosen: dict[str, Any], s
     except (wandb.Error, OSError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         say(
-            f"Weights & Biases did not start ({reason}): going on without it, all numbers are in {output / METRICS_FILE}; "
-            "`wandb login`, wandb.mode=offline or wandb.mode=disabled help"
+            f"Weights & Biases did not start ({reason}): going on without it, all numbers are in "
+            f"{output / METRICS_FILE}; `wandb login`, wandb.mode=offline or wandb.mode=disabled help"
         )
         return None
     remembered.write_text(name + "\n", encoding="utf-8")

@@ -1,5 +1,5 @@
-"""One module from features to a loss: the unroll, the supervision rule and the losses, so that a wrapper (DDP) sees
-one forward.
+"""The training objective as one module, from features to a loss, so that a wrapper (DDP) sees one forward: anchors,
+unroll or glue replay, supervision, head losses (train/README.md, sections 2 and 3).
 
 Shapes: B rows, T positions, A anchors of a row, P positions with a teacher, H hidden, Vd draft vocabulary.
 """

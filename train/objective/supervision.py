@@ -1,4 +1,4 @@
-"""Which predictions are trained, and how their loss sums are scaled: pure functions.
+"""Supervision mask of the predictions, and the factors of their loss sums: pure functions.
 
 Shapes: B rows, T positions, A anchors of a row.
 """
@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def supervised(document_ids_BT: Tensor, turn_ids_BT: Tensor, anchors_BA: Tensor, depth: int | Tensor) -> Tensor:
-    """bool [B, A]: is the prediction of token p+2+depth from anchor p trained? (`training.md` §2) `depth` may differ
-    by anchor.
+    """bool [B, A]: is the prediction of token p+2+depth from anchor p trained (train/README.md, section 2)?
+    `depth` may differ by anchor.
 
     The predicted token carries the loss mask (turn >= 1), the turn has begun at or before p+1, and p, p+1 and the
     predicted token lie in one document. Turns are contiguous, so the turn of p+1 has to be the turn of the predicted

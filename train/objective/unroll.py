@@ -128,7 +128,8 @@ def glue_replay(
     Glue slot p+j, j = 1..K, has the feature `stale[j-1]` that an earlier round computed, and sees the step-0 keys <= p
     and glue slots 1..j. Branch step m = 1..K stands for slot p+k+m, starts from the output of slot p+k, and sees the
     step-0 keys <= p, glue slots 1..k and its own steps. Each refresh repeats the glue pass, fed with what the slots
-    before gave in the pass before. Upper layers' keys are those of the last glue pass, as in serving (infer/draft/README.md, section 3).
+    before gave in the pass before. Upper layers' keys are those of the last glue pass, as in serving
+    (infer/draft/README.md, section 3).
 
     The features of the next round, after a hit at k, are `branch` at anchor p+k+1: several hits in a row are replayed
     one by one.

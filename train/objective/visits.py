@@ -1,11 +1,13 @@
-"""How often serving visits each drafter depth, from the drafter's own figures and the staleness recursion of `ssd.md`
-§5. Torch-free.
+"""How often serving visits each drafter depth: a Markov chain of shifts from the drafter's own figures. Torch-free.
+
+The staleness recursion is that of infer/draft/README.md, section 3; the weights are train/README.md, section 3.
 
 A speculation is known by its shift s: its token m = 1..K was drafted at depth s+m-1 (s = 0 after a miss). With k of
 them accepted, the outcome is looked for at depth D(k) = s+k, or k where a true feature or a refresh pass reaches (D(0)
 = 0); a hit serves shift D(k)+1.
 
-    K = 3: JIT drafts at depths 0 1 2; all accepted and hit: D = 3, the next one drafts at 4 5 6; 1 of it accepted and hit: D = 5, 6 7 8
+    K = 3: JIT drafts at depths 0 1 2; all accepted and hit: D = 3, the next one drafts at 4 5 6;
+           1 of it accepted and hit: D = 5, the next one drafts at 6 7 8
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The processes of a run: who this one is, before and after they know of each other."""
+"""Ranks, the process group and exchanges between processes, by accelerate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the C library gives out memory while training on a CPU. It reads its settings once, before the program starts."""
+"""glibc malloc settings (huge pages, thresholds) for training on a CPU; glibc reads them when a program starts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How training is spread over processes: one process, DDP and FSDP2 here, DeepSpeed in `train.parallel.zero`. Chosen
-by accelerate's config.
+"""Parallel strategies: one process, DDP and FSDP2 here, DeepSpeed in `train.parallel.zero`. accelerate's config
+chooses.
 
 Each way wraps the module, averages the gradients of the processes, and can gather its state into full tensors and take
 it back.
@@ -51,7 +51,7 @@ class ParallelStrategy(Protocol):
         ...
 
     def whole_drafter(self) -> Eagle3Drafter | None:
-        """The drafter with full weights in the first process, to measure or to write; None in the others. Collective."""
+        """The drafter with full weights in the first process, to measure or write; None in the others. Collective."""
         ...
 
 
@@ -135,7 +135,8 @@ def check_finite(norm: float) -> None:
     if not math.isfinite(norm):
         raise UserError(
             f"the gradient's norm is {norm}: training has diverged and the weights were not changed; "
-            "lower optimizer.lr (or lengthen optimizer.warmup_steps) and run again: it goes on from the last saved state"
+            "lower optimizer.lr (or lengthen optimizer.warmup_steps) and run again: "
+            "it goes on from the last saved state"
         )
 
 

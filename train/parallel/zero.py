@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO stages 1 to 3 as a way to spread training (`train.parallel.strategy`).
+"""DeepSpeed's ZeRO stages 1 to 3 as a parallel strategy (`train.parallel.strategy`).
 
 The engine clips, steps and clears gradients itself. It divides gradients by the number of processes and by its own
 accumulation count; the count is kept at 1 and parts of a step are told apart by the boundary flag, so what arrives is
@@ -39,13 +39,15 @@ def configure(accelerator: Accelerator, rows_per_forward: int, clip_norm: float)
     for name in ("fp16", "bf16"):
         if config.get(name, {}).get("enabled") is True:
             raise UserError(
-                f"DeepSpeed's {name}.enabled is true, but master weights are fp32: remove it, the recipe's dtype sets the forward's"
+                f"DeepSpeed's {name}.enabled is true, but master weights are fp32: remove it, "
+                "the recipe's dtype sets the forward's"
             )
     for part in ("offload_optimizer", "offload_param"):
         device = config["zero_optimization"].get(part, {}).get("device") or "none"
         if device != "none":
             raise UserError(
-                f"DeepSpeed's {part}.device = {device!r} is not supported: sharded, a drafter fits the devices; use none"
+                f"DeepSpeed's {part}.device = {device!r} is not supported: sharded, a drafter fits the devices; "
+                "use none"
             )
     if (
         config["zero_optimization"]["stage"] == 3

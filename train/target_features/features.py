@@ -66,7 +66,7 @@ def compute_features(target: Target, rows: Sequence[PackedRow], tap_ids: Sequenc
 
 @torch.no_grad()
 def full_vocabulary(last_hidden_PH: Tensor, head_VH: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-normaliser fp32 [P] and argmax int64 [P] of the target's logits, never holding more than TILE rows of them."""
+    """Log-normaliser fp32 [P] and argmax int64 [P] of the target's logits, in tiles of TILE rows."""
     normalisers, tops = [], []
     for tile in last_hidden_PH.split(TILE):
         logits = F.linear(tile, head_VH).float()
@@ -93,7 +93,7 @@ class OnlineFeatures:
 
 
 class KeptFeatures:
-    """Computed once and kept in memory: for the held-out rows of a sharded target, which one process alone cannot run."""
+    """Computed once and kept in memory: held-out rows of a sharded target, which one process alone cannot run."""
 
     def __init__(self, source: FeatureSource, num_rows: int, rows_per_forward: int) -> None:
         parts = []

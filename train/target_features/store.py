@@ -113,15 +113,17 @@ def begin(
     whole = sum(plan.row_bytes * len(plan.rows) for plan in plans)
     rows = " + ".join(str(len(plan.rows)) for plan in plans)
     say(
-        f"target features of {rows} rows: {gigabytes(whole)} in {directory}, {gigabytes(total) if total else 'nothing'} to be written"
+        f"target features of {rows} rows: {gigabytes(whole)} in {directory}, "
+        f"{gigabytes(total) if total else 'nothing'} to be written"
     )
     if total:
         refuse_to_fill(directory, total)
     new = [plan for plan in plans if not (plan.place / INDEX).is_file()]
     if new and total > max_gigabytes * 1e9 and not agrees(f"write {gigabytes(total)} of features to {directory}?"):
         raise UserError(
-            f"the features would take {gigabytes(total)}, more than features.max_gigabytes = {max_gigabytes:g}: agree with --yes, "
-            "raise it, set features.mode=online, or read fewer conversations (data.max_conversations)"
+            f"the features would take {gigabytes(total)}, more than features.max_gigabytes = {max_gigabytes:g}: "
+            "agree with --yes, raise it, set features.mode=online, "
+            "or read fewer conversations (data.max_conversations)"
         )
     for plan in new:
         plan.place.mkdir(parents=True, exist_ok=True)
@@ -143,8 +145,9 @@ def refuse_to_fill(directory: Path, num_bytes: int) -> None:
     margin = min(MARGIN_BYTES, MARGIN_SHARE * disk.total)
     if num_bytes + margin > disk.free:
         raise UserError(
-            f"the features would take {gigabytes(num_bytes)}, and the disk of {directory} has {gigabytes(disk.free)} free, of which "
-            f"{gigabytes(margin)} are to stay so: make room, name another features.directory, or set features.mode=online"
+            f"the features would take {gigabytes(num_bytes)}, and the disk of {directory} has "
+            f"{gigabytes(disk.free)} free, of which {gigabytes(margin)} are to stay so: make room, name another features.directory, "
+            "or set features.mode=online"
         )
 
 
@@ -225,8 +228,9 @@ def await_shards(plan: StorePlan, show: ShowRows) -> None:
             show(plan.rows_done, len(plan.rows))
         if time.monotonic() - since > STALL_SECONDS:
             raise UserError(
-                f"{plan.place}: no new shard in {STALL_SECONDS / 60:.0f} minutes, {len(missing)} are missing, {plan.names[missing[0]]} "
-                "first; is a process dead, or the directory not one for all nodes (features.per_node=true)? Run again to go on"
+                f"{plan.place}: no new shard in {STALL_SECONDS / 60:.0f} minutes, {len(missing)} are missing, "
+                f"{plan.names[missing[0]]} first; is a process dead, or the directory not one for all nodes "
+                "(features.per_node=true)? Run again to go on"
             )
 
 

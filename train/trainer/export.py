@@ -1,4 +1,4 @@
-"""The drafter that a run leaves: the canonical directory, with a card that says what was done."""
+"""Export of a trained drafter: the canonical checkpoint directory with its card."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafter to start from: made of the target's own parts, random, or read from a directory; and its draft vocabulary."""
+"""The drafter to start from (the target's own parts, random, or a directory) and its draft vocabulary."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ def _copy(own: nn.Module, source: nn.Module, where: str) -> list[str]:
             parameter.copy_(torch.cat((token_half, given.to(parameter)), dim=1))
         else:
             notes.append(
-                f"{where}{name} has shape {tuple(parameter.shape)}, the target's {tuple(given.shape)}: it starts at random"
+                f"{where}{name} has shape {tuple(parameter.shape)}, the target's {tuple(given.shape)}: "
+                "it starts at random"
             )
     return notes
 
@@ -158,20 +159,25 @@ def _from_directory(settings: DrafterSettings, target: Target, counts_V: Tensor)
         asked = getattr(settings, name)
         if name in settings.model_fields_set and asked != value:
             raise UserError(
-                f"drafter.{name} = {asked}, but drafter.init = {settings.init} has {value}: leave it out or take init 'target'"
+                f"drafter.{name} = {asked}, but drafter.init = {settings.init} has {value}: "
+                "leave it out or take init 'target'"
             )
     for name, module in (("feature_norm", loaded.model.feature_norm), ("fc_norm", loaded.model.fc_norm)):
         asked = getattr(settings, name)
         if name in settings.model_fields_set and (asked != "none") != (module is not None):
             has = "none" if module is None else "one"
             raise UserError(
-                f"drafter.{name} = {asked}, but drafter.init = {settings.init} has {has}: leave it out or take init 'target'"
+                f"drafter.{name} = {asked}, but drafter.init = {settings.init} has {has}: "
+                "leave it out or take init 'target'"
             )
         for parameter in module.parameters() if module is not None else ():
             parameter.requires_grad_(asked == "learnt")
     layers, size = config.num_hidden_layers, config.draft_vocab_size
     covered = loaded.vocab.coverage(counts_V)
-    note = f"going on from {settings.init}: {layers} layers, draft vocabulary {size}, which covers {covered:.2%} of the supervised tokens"
+    note = (
+        f"going on from {settings.init}: {layers} layers, draft vocabulary {size}, "
+        f"which covers {covered:.2%} of the supervised tokens"
+    )
     return Start(loaded.model, loaded.vocab, [note, *loaded.warnings], covered)
 
 

@@ -1,6 +1,4 @@
-"""The training loop: the same code in one process and in several, on CPU and on a GPU, whatever the module is spread
-over.
-"""
+"""The training loop: steps, measurements on held-out data, states; the same code under every parallel strategy."""
 
 from __future__ import annotations
 
@@ -117,7 +115,8 @@ def evaluate(run: Run, progress: Progress, is_last: bool) -> Progress:
             write_drafter(run, BEST, drafter, progress.step, figures)
         if has_stalled(settings, progress):
             run.console.say(
-                f"no better predicted speed in {progress.measured_since} measurements: training ends (heldout.patience)"
+                f"no better predicted speed in {progress.measured_since} measurements: "
+                "training ends (heldout.patience)"
             )
         if is_last or has_stalled(settings, progress):
             write_drafter(run, FINAL, drafter, progress.step, figures)
@@ -148,4 +147,7 @@ def _heldout_line(step: int, figures: HeldoutFigures) -> str:
         f"budget {e['budget']}: hit {e['hit_rate']:.2f} tau {e['tau']:.2f} ret {e['retention'] or 0:.2f}"
         for e in values["lagged"]
     ]
-    return f"held-out {step}: tau fresh {values['tau_fresh']:.2f}, {'; '.join(parts)}, speed {figures.speed:.2f}; top-1 by depth {accuracy}"
+    return (
+        f"held-out {step}: tau fresh {values['tau_fresh']:.2f}, {'; '.join(parts)}, "
+        f"speed {figures.speed:.2f}; top-1 by depth {accuracy}"
+    )

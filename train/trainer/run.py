@@ -1,6 +1,4 @@
-"""What stays the same from the first step of a run to the last: settings, module, how it is spread, and where numbers
-go.
-"""
+"""The constant parts of a run: settings, module, optimizer, parallel strategy, metrics; and how they are made."""
 
 from __future__ import annotations
 
@@ -46,7 +44,8 @@ def check_batch(settings: TrainSettings, num_processes: int) -> None:
     """
     if settings.batch.rows_per_step % num_processes:
         raise UserError(
-            f"batch.rows_per_step = {settings.batch.rows_per_step} cannot be shared by {num_processes} processes; take a multiple of it"
+            f"batch.rows_per_step = {settings.batch.rows_per_step} cannot be shared by {num_processes} processes; "
+            "take a multiple of it"
         )
 
 
@@ -69,7 +68,7 @@ def make_optimizer(settings: TrainSettings, objective: Objective) -> torch.optim
 
 
 def parallel_strategy(accelerator: Accelerator, objective: Objective, settings: TrainSettings) -> ParallelStrategy:
-    """The objective and its optimizer in the way that accelerate was configured for."""
+    """The objective and its optimizer under the parallel strategy that accelerate was configured for."""
     objective.weights_are_whole = accelerator.distributed_type not in (DistributedType.DEEPSPEED, DistributedType.FSDP)
     optimizer, clip_norm = make_optimizer(settings, objective), settings.optimizer.clip_norm
     if accelerator.distributed_type != DistributedType.DEEPSPEED:

@@ -1,6 +1,4 @@
-"""Which rows a step takes and how fast it learns: functions of (seed, step) alone, so a resumed run needs no more than
-the step.
-"""
+"""Data order and learning rate as functions of (seed, step) alone, so a resumed run needs no more than the step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Training state on disk: one file, written beside and renamed; the newest readable one is resumed, old ones are
-removed.
+"""Training state on disk, to resume from: one file each, written atomically; old ones are removed.
 
-It holds full tensors by parameter name, whatever the run was spread over, so a run goes on with another number of
+It holds full tensors by parameter name, whatever the parallel strategy, so a run goes on with another number of
 processes too.
 """
 
@@ -117,7 +116,7 @@ def read_state(file: Path) -> tuple[Saved, str]:
 
 
 class StopRequest:
-    """While open, turns SIGINT and SIGTERM into a flag, read at the end of a step; a second Ctrl-C interrupts at once."""
+    """Turns SIGINT and SIGTERM into a flag that is read at the end of a step; a second Ctrl-C interrupts at once."""
 
     def __init__(self) -> None:
         self.received = False

@@ -1,5 +1,4 @@
-"""What is measured on held-out data: figures per depth, and those of serving, replayed in its own order (`training.md`
-§4).
+"""Held-out figures: per depth, and of serving replayed in its own order (train/README.md, section 4).
 
 Shapes: B rows, T positions, n supervised predictions, P positions with a teacher, F candidates, Vd draft vocabulary.
 """
@@ -30,7 +29,7 @@ from train.validation.served_drafting import AnswerSpan, ServedDrafter, TrueSlot
 from train.validation.serving_figures import ServingFigures, measure_serving
 
 RECALL_SIZES = range(1, 9)
-GREEDY_SHARE = 0.93  # of an answer's tokens that are the target's argmax: written greedily, but for near-ties of another batch shape
+GREEDY_SHARE = 0.93  # of an answer's tokens that are the argmax: written greedily, near-ties of batch shapes aside
 ROW_SHARE = {
     "cpu": 0.03,
     "cuda": 0.003,

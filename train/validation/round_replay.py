@@ -1,7 +1,7 @@
-"""The rounds of serving, replayed over held-out answers (`ssd.md` §5 and §6), without the engine. Greedy.
+"""Rounds of serving replayed over held-out answers, without the engine (train/README.md, section 4). Greedy.
 
 A held-out answer is the path that the target takes, so what each round accepts, and whether its outcome was prepared
-for, follow from the drafter alone (`drafting.py`).
+for, follow from the drafter alone (`served_drafting.py`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Cursor:
 def replay(
     serving: ServedDrafter, answers: Sequence[AnswerSpan], plans: Sequence[FanOutPlan]
 ) -> list[list[list[Round]]]:
-    """The rounds of each answer under each plan: `result[plan][answer]`. All of them go on together, one round a turn."""
+    """The rounds of each answer under each plan: `result[plan][answer]`. All advance together, one round at a time."""
     cursors = [[_Cursor(answer, plan, answer.first - 1) for answer in answers] for plan in plans]
     going = [cursor for line in cursors for cursor in line]
     K = serving.lookahead

@@ -1,4 +1,6 @@
-"""The drafting side of serving over packed rows (`ssd.md` §5 and §6), without the engine. Greedy.
+"""Drafting as serving does it, over packed rows and without the engine: glue pass, branches, jit answers. Greedy.
+
+The draft round is infer/draft/README.md, section 3; what a miss gets is infer/draft/README.md, section 4.
 
 A state is what is in flight at one place: drafted after a miss, or after a hit out of the state before it. States are
 drafted and followed in batches and kept, so plans that come to the same state share its work. Only what the row's own
@@ -70,8 +72,8 @@ class TrueSlots(NamedTuple):
 
 
 class ServedDrafter:
-    """The drafting side of serving over rows whose true slots are given. K tokens a speculation, `refresh` extra glue
-    passes.
+    """A drafter in SSD's order over rows whose true slots are given: K tokens a speculation, `refresh` glue passes
+    more.
     """
 
     def __init__(
@@ -269,7 +271,7 @@ class _Own:
 
 @torch.no_grad()
 def true_slots(drafter: Eagle3Drafter, rows: Rows, features_BTH: Tensor) -> TrueSlots:
-    """Run every slot of the rows with its fused target feature; attention stays inside documents. One row at a time."""
+    """Run every slot with its fused target feature; attention stays inside documents. One row at a time."""
     layers = range(drafter.config.num_hidden_layers)
     keys: list[list[Tensor]] = [[] for _ in layers]
     values: list[list[Tensor]] = [[] for _ in layers]

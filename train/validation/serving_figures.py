@@ -1,5 +1,5 @@
-"""The serving figures of `training.md` §4 out of replayed rounds: tokens per round, retention, hits by budget, what
-serving plans with.
+"""Serving figures out of replayed rounds: tokens per round, retention, hit rate by budget, predicted speed, and the
+statistics that serving plans its fan-outs with (train/README.md, section 4).
 """
 
 from __future__ import annotations

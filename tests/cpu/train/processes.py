@@ -50,7 +50,7 @@ def launched(place: Path, output: str, config: str, processes: int, **changes: A
 
 
 def forked(place: Path, output: str, config: str, processes: int, **changes: Any) -> Path:
-    """Train in processes with the environment that `accelerate launch` would give them. Returns the run's directory."""
+    """Train in processes with the environment that `accelerate launch` gives them. Returns the run's directory."""
     told = {**accelerate_environment(config, processes), "LOCAL_WORLD_SIZE": str(processes)}
     arguments = ["--config", written(place, output, **changes), "--debug"]
     fork(one_process, [({**told, "RANK": str(rank), "LOCAL_RANK": str(rank)}, arguments) for rank in range(processes)])

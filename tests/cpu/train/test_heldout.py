@@ -67,7 +67,7 @@ def served(pair: Pair, settings: EngineSettings, mode: Mode) -> list[Request]:
     ids=str,
 )
 def test_replayed_rounds_are_the_engines(pair: Pair, changes: dict[str, object]) -> None:
-    """Every uncut round of every request: hit or miss, tokens offered, tokens accepted; in SSD order and in SD order."""
+    """Every uncut round of every request, in SSD and in SD order: hit or miss, tokens offered, tokens accepted."""
     settings = settings_of(pair, **changes)
     plan = DraftSettings.of(settings, Mode.SSD)
     requests = served(pair, settings, Mode.SSD)

@@ -1,4 +1,4 @@
-"""The drafter that ships: figures replayed on what the engine wrote, against what the engine counted while it wrote."""
+"""The shipped drafter: figures replayed on what the engine wrote equal what the engine counted while it wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of a run: the file always, Weights & Biases offline without a network, and one line where it cannot start."""
+"""Records of a run: metrics.jsonl always, Weights & Biases offline without a network, one line if it cannot start."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def test_loss_of_replayed_rounds_by_hand(refresh: int) -> None:
 
 
 def test_replayed_gradients_in_bf16_are_close_to_those_in_fp32() -> None:
-    """Steps without a gradient run under the same autocast: its cache of weights must not lose the others' gradients."""
+    """Steps without a gradient run under the same autocast: its weight cache must not lose the others' gradients."""
     model, features = objective(), packed(LONG_ROWS, 20)
     exact = gradient(model, [(features, replayed(features))], depth=7)
     model.dtype = torch.bfloat16

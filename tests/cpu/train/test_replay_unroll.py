@@ -112,7 +112,7 @@ def test_replay_equals_one_query_at_a_time_in_value_and_gradient(layers: int, re
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_without_a_shift_the_replay_is_the_plain_unroll(layers: int) -> None:
-    """After a miss the glue pass computes again what the JIT steps computed, and full acceptance goes on from there."""
+    """After a miss the glue pass recomputes what the JIT steps computed, and full acceptance goes on from there."""
     drafter, features = exact_pair(layers, LAYOUT, LENGTH)
     rows = rows_of(features)
     first = first_step(drafter, rows, drafter.fuse(features.taps))

@@ -1,4 +1,4 @@
-"""Visits against a simulation of rounds with the runtime's own staleness recursion, and what is remembered of a run."""
+"""Depth visits against a simulation of rounds with the runtime's staleness recursion; the decaying counts of a run."""
 
 from __future__ import annotations
 
