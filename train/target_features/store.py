@@ -98,7 +98,7 @@ def store_bytes(num_rows: int, length: int, hidden_size: int, num_taps: int = 3,
     return num_rows * length * ((num_taps + 1) * hidden_size * bytes_per_number + 6 * 4)
 
 
-def begin(
+def write_indices(
     plans: Sequence[StorePlan], max_gigabytes: float, agrees: Callable[[str], bool], say: Callable[[str], None]
 ) -> None:
     """Say how large the stores are, ask where that is much, refuse what the disk has no room for, and write the
@@ -146,8 +146,8 @@ def refuse_to_fill(directory: Path, num_bytes: int) -> None:
     if num_bytes + margin > disk.free:
         raise UserError(
             f"the features would take {gigabytes(num_bytes)}, and the disk of {directory} has "
-            f"{gigabytes(disk.free)} free, of which {gigabytes(margin)} are to stay so: make room, name another features.directory, "
-            "or set features.mode=online"
+            f"{gigabytes(disk.free)} free, of which {gigabytes(margin)} are to stay so: make room, "
+            "name another features.directory, or set features.mode=online"
         )
 
 

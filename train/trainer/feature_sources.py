@@ -66,7 +66,7 @@ def offline(
         return caller.agrees or ask(question)
 
     if share[0] == 0:
-        store.begin(plans, options.max_gigabytes, agrees, caller.say)
+        store.write_indices(plans, options.max_gigabytes, agrees, caller.say)
     for plan in plans:
         store.await_index(plan)
 

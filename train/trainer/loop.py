@@ -33,7 +33,7 @@ def train(
 
     `accelerator` where the processes know of each other already.
     """
-    run, progress = begin(settings, setup, console, accelerator or start_accelerator())
+    run, progress = open_run(settings, setup, console, accelerator or start_accelerator())
     deadline = math.inf if settings.minutes is None else time.monotonic() + 60 * settings.minutes
     total, is_new = settings.total_steps, False
     if agreed(progress.step == total and not (run.output / FINAL).is_dir()):  # killed after the last step
@@ -59,11 +59,11 @@ def train(
     if not is_new:
         more = "raise the curriculum's steps" if progress.step == total else "raise heldout.patience"
         console.say(f"{run.output} is trained, with {progress.step} steps; {more} to train on")
-    end(run)
+    close_run(run)
     return run.output / FINAL
 
 
-def begin(
+def open_run(
     settings: TrainSettings, setup: TrainingSetup, console: Console, accelerator: Accelerator
 ) -> tuple[Run, Progress]:
     """Take up the newest state and wrap the module."""
@@ -130,7 +130,7 @@ def has_stalled(settings: TrainSettings, progress: Progress) -> bool:
     return patience is not None and progress.measured_since >= patience
 
 
-def end(run: Run) -> None:
+def close_run(run: Run) -> None:
     """Close what is open."""
     run.console.close()
     run.metrics.close()

@@ -71,7 +71,7 @@ def test_the_page_shows_every_section_and_fetches_nothing(tmp_path: Path) -> Non
         assert f"<h2>{heading}</h2>" in page
     assert page.count("<svg") == len(report.SECTIONS)
     assert "1.20x" in page and "best, at step 3" in page and "&lt;x&gt;" in page and "<x>" not in page
-    assert "loss/kl" in page and "hit rate, budget 12" in page
+    assert "loss/cross_entropy" in page and "hit rate, budget 12" in page
     assert "<script" not in page and "src=" not in page and 'href="http' not in page
 
 

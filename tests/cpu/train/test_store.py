@@ -44,7 +44,7 @@ def planned(
     directory: Path, target: Target, data: Sequence[PackedRow], per_shard: int = 2, taps: Sequence[int] = TAPS
 ) -> StorePlan:
     plan = store.plan_store(directory, target, data, taps, per_shard)
-    store.begin([plan], 1.0, never, nothing)
+    store.write_indices([plan], 1.0, never, nothing)
     return plan
 
 
@@ -91,7 +91,7 @@ def test_an_interrupted_store_goes_on(target: Target, tmp_path: Path, monkeypatc
     killed.write_text("half")
     os.utime(killed, (0, 0))
     monkeypatch.setattr(store, "compute_features", real)
-    store.begin([plan], 1.0, never, nothing)
+    store.write_indices([plan], 1.0, never, nothing)
     assert not killed.exists(), "what a killed process left does not stay on the disk"
     whole = plan.place / plan.names[0]
     before = whole.stat().st_mtime_ns
@@ -107,7 +107,7 @@ def test_a_store_that_was_begun_without_an_index_goes_on(target: Target, tmp_pat
     (plan.place / store.INDEX).unlink()
     (plan.place / plan.names[1]).unlink()
     asked: list[str] = []
-    store.begin([plan], 1e-9, lambda question: asked.append(question) or True, nothing)
+    store.write_indices([plan], 1e-9, lambda question: asked.append(question) or True, nothing)
     assert plan.missing == [1] and len(asked) == 1
     store.build_share(plan, target, 2, ALONE, nothing)
     equal(StoredFeatures(plan.place).batch([2, 0]), OnlineFeatures(target, plan.rows, TAPS).batch([2, 0]))
@@ -131,7 +131,7 @@ def test_processes_share_the_shards_and_nobody_starts_before_the_first_has_agree
     def process(rank: int) -> None:
         if rank == 0:
             agreed.wait(10)
-            store.begin([plan], 1.0, never, nothing)
+            store.write_indices([plan], 1.0, never, nothing)
         store.await_index(plan)
         assert agreed.is_set()
         before = set(plan.missing)
@@ -183,13 +183,13 @@ def test_other_taps_or_tokens_are_another_store(target: Target, tmp_path: Path) 
 def test_the_size_that_is_said_is_the_size_that_is_written(target: Target, tmp_path: Path) -> None:
     said: list[str] = []
     plan = store.plan_store(tmp_path, target, rows(64), TAPS, 64)
-    store.begin([plan], 1.0, never, said.append)
+    store.write_indices([plan], 1.0, never, said.append)
     store.build_share(plan, target, 16, ALONE, nothing)
     written = (plan.place / plan.names[0]).stat().st_size
     assert written == pytest.approx(plan.row_bytes * 64, rel=0.02)
     size = store.gigabytes(plan.row_bytes * 64)
     assert said == [f"target features of 64 rows: {size} in {tmp_path}, {size} to be written"]
-    store.begin([plan], 1.0, never, said.append)
+    store.write_indices([plan], 1.0, never, said.append)
     assert said[1].endswith("nothing to be written")
 
 
@@ -201,11 +201,11 @@ def test_a_large_store_is_written_only_after_a_yes(target: Target, tmp_path: Pat
         return lambda question: asked.append(question) or yes
 
     with pytest.raises(UserError, match=r"features.max_gigabytes = 1e-06: agree with --yes"):
-        store.begin([plan], 1e-6, answer(False), nothing)
+        store.write_indices([plan], 1e-6, answer(False), nothing)
     assert not plan.place.exists(), "nothing was written"
-    store.begin([plan], 1e-6, answer(True), nothing)
+    store.write_indices([plan], 1e-6, answer(True), nothing)
     assert len(asked) == 2 and asked[0].startswith("write ") and (plan.place / store.INDEX).is_file()
-    store.begin([plan], 1e-6, never, nothing)  # asked before: the half-written store goes on
+    store.write_indices([plan], 1e-6, never, nothing)  # asked before: the half-written store goes on
 
 
 class Disk(NamedTuple):
@@ -222,10 +222,10 @@ def test_a_store_that_would_fill_the_disk_is_refused(
     for free, enough in ((plan.missing_bytes + margin - 1, False), (plan.missing_bytes + margin + 1, True)):
         monkeypatch.setattr(store.shutil, "disk_usage", lambda _, free=free: Disk(10**6, 0, free))
         if enough:
-            store.begin([plan], 1.0, never, nothing)
+            store.write_indices([plan], 1.0, never, nothing)
         else:
             with pytest.raises(UserError, match="make room"):
-                store.begin([plan], 1.0, never, nothing)
+                store.write_indices([plan], 1.0, never, nothing)
 
 
 def test_a_process_that_waits_in_vain_says_so(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
