@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from data import synthesize
 from drafters.base.errors import UserError
+from drafters.base.serving import ServingSettings
 from drafters.base.settings import build_settings, load_settings
 from drafters.eagle3_ssd.config import default_taps
 from drafters.eagle3_ssd.rope import scaling_of_target
@@ -77,6 +78,7 @@ def test_files_validate_and_agree(name: str) -> None:
         assert not set(settings.target_devices) & set(settings.draft_devices)
         if name in GPU_TARGETS:
             assert settings.drafter == f"{train.output}/best-eagle3"
+            assert train.serving.model_dump() == settings.model_dump(include=set(ServingSettings.model_fields))
     assert max(stage.depth for stage in train.curriculum) >= 2 * serve.lookahead + 1
     for file in ("train", "serve", "evaluate"):
         assert f"recipes/{name}/{file}.yaml" in (RECIPES / name / f"{file}.yaml").read_text(), (
