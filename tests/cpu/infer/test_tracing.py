@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import os
+import signal
 import threading
 import timeit
 from collections import defaultdict
@@ -63,7 +66,10 @@ def read(path: Path) -> list[Event]:
     return found
 
 
-def answers(pair: tuple[Target, Path], in_process: bool, **changes: Any) -> list[list[int]]:
+def answers(
+    pair: tuple[Target, Path], in_process: bool, kill_after: int | None = None, **changes: Any
+) -> list[list[int]]:
+    """The tokens of three prompts in mode ssd; `kill_after` so many steps the draft process is killed."""
     settings = EngineSettings.model_validate(
         {
             "target": "",
@@ -78,7 +84,11 @@ def answers(pair: tuple[Target, Path], in_process: bool, **changes: Any) -> list
         prompts = random_prompts(3, 4, pair[0].facts.vocab_size, seed=5)
         names = [engine.submit(prompt, SamplingParams(max_new_tokens=NEW)) for prompt in prompts]
         ended: dict[str, list[int]] = {}
-        while engine.has_work:
+        for step in itertools.count():
+            if not engine.has_work:
+                break
+            if step == kill_after and engine.draft_pid is not None:
+                os.kill(engine.draft_pid, signal.SIGKILL)
             ended |= {o.request_id: o.request.new_tokens for o in engine.step() if o.finish_reason}
     return [ended[name] for name in names]
 
@@ -185,6 +195,18 @@ def test_an_interrupted_recording_is_written(tmp_path: Path) -> None:
         interrupted()
     assert [event.name for event in read(path)] == ["verify", "answer"]
     assert read(path)[0].arguments == {"rounds": {"r": 3}, "accepted": {"r": 1}}
+
+
+def test_a_killed_draft_process_loses_neither_the_targets_spans_nor_those_it_wrote(
+    pair: tuple[Target, Path], tmp_path: Path
+) -> None:
+    with recording(str(tmp_path / "trace.json")):
+        answers(pair, in_process=False, kill_after=12)
+    events = read(tmp_path / "trace.json")
+    prepared = [event.end for event in events if event.process == DRAFTER and event.name == "tree"]
+    verified = [event for event in events if event.name == "verify"]
+    assert prepared and len(verified) > 12
+    assert verified[-1].arguments["source"].popitem()[1] == "alone" and max(prepared) < verified[-1].start
 
 
 def test_threads_are_told_apart_and_a_part_that_a_kill_cut_short_is_merged(tmp_path: Path) -> None:
