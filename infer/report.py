@@ -160,7 +160,7 @@ def _runs_table(results: Mapping[str, Any]) -> str:
 
 
 def _exposed_share(run: Mapping[str, Any]) -> float | None:
-    """A results.json written before version 0.2 calls the figure `hidden`."""
+    """The figure of that name; older results.json files call it `hidden`."""
     return run["exposed_share"] if "exposed_share" in run else run["hidden"]
 
 
