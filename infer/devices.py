@@ -1,4 +1,4 @@
-"""Devices by name: `cpu`, `cpu:CORE`, `cuda:N`."""
+"""Device names (`cpu`, `cpu:CORE`, `cuda:N`): the torch device behind them, and pinning to cores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def device_of(names: Sequence[str]) -> torch.device:
-    """The torch device behind `cpu:CORE`, `cpu` or `cuda:N`. Several are refused unless they are cores of the CPU."""
+    """The torch device behind `cpu:CORE`, `cpu` or `cuda:N`. Raises `UserError` for several that are not CPU cores."""
     kinds = {name.partition(":")[0] for name in names}
     if kinds == {"cpu"}:
         return torch.device("cpu")
@@ -30,7 +30,7 @@ def device_of(names: Sequence[str]) -> torch.device:
 
 @contextmanager
 def pinned_to_cores(names: Sequence[str]) -> Iterator[None]:
-    """`pin_to_cores` for a while: processes started meanwhile begin there."""
+    """`pin_to_cores` inside the context: processes that are started there begin on those cores."""
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     try:
         pin_to_cores(names)
@@ -41,8 +41,8 @@ def pinned_to_cores(names: Sequence[str]) -> Iterator[None]:
 
 
 def pin_to_cores(names: Sequence[str]) -> None:
-    """Bind this thread, and those it starts, to the cores named `cpu:CORE`. Cores that are not there are left out,
-    with a warning.
+    """Bind this thread, and those it starts, to the cores named `cpu:CORE`. Cores that do not exist are left out, with
+    a warning.
     """
     wanted = {int(core) for name in names if (core := name.partition(":")[2]).isdigit() and name.startswith("cpu")}
     if not wanted or not hasattr(os, "sched_setaffinity"):

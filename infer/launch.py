@@ -1,6 +1,4 @@
-"""From settings to a running engine: devices, cores, models, and the draft process. The one place that reads the
-machine.
-"""
+"""Builds a running engine from settings: devices, cores, models, KV pools, and the draft process."""
 
 from __future__ import annotations
 
@@ -33,10 +31,10 @@ from infer.tracing.spans import trace_path
 
 
 def launch(settings: EngineSettings, mode: Mode, target: Target | None = None, in_process: bool = False) -> Engine:
-    """Build an engine. A `target` that is already loaded is shared; it has to be the one the settings name.
+    """Build an engine. A `target` that is already loaded is shared; it has to be the one that the settings name.
 
-    `in_process` runs the drafter of mode ssd in this process too, in turns with the target: the same rounds, no gain
-    in time. Raises `UserError` where a file, device or setting does not fit.
+    `in_process` runs the drafter of mode ssd in this process, in turns with the target: the same rounds and tokens,
+    without overlap. Raises `UserError` where a file, device or setting does not fit.
     """
     device = device_of(settings.target_devices)
     torch.set_num_threads(settings.target_threads)
@@ -45,7 +43,8 @@ def launch(settings: EngineSettings, mode: Mode, target: Target | None = None, i
     if settings.max_model_len > target.facts.max_position_embeddings:
         longest = target.facts.max_position_embeddings
         raise UserError(
-            f"max_model_len = {settings.max_model_len}: {settings.target} was made for {longest} tokens; give at most that"
+            f"max_model_len = {settings.max_model_len}: {settings.target} was made for {longest} tokens; "
+            "give at most that"
         )
     if mode is Mode.AR:
         pools = plan_pools(settings, target.facts, None, None)
@@ -71,7 +70,7 @@ def launch(settings: EngineSettings, mode: Mode, target: Target | None = None, i
 
 
 def _warm(runner: TargetRunner) -> TargetRunner:
-    """The first forward loads kernels, which takes seconds: no request and no draft process shall wait for it."""
+    """Run one forward: the first one loads kernels, which takes seconds that no request should wait for."""
     runner.forward([Rows((0,), 1, (0,), 1)])
     return runner
 
@@ -81,7 +80,8 @@ def _load_drafter(settings: EngineSettings, target: Target) -> LoadedDrafter:
         raise UserError("setting 'drafter' is missing: modes sd and ssd need drafter=DIRECTORY; mode ar works without")
     loaded = load_drafter(settings.drafter, target.facts, target.embed_weight, DTYPES[settings.dtype], target.device)
     warnings = loaded.warnings + [
-        f"drafter {settings.drafter} was trained with other chat template options (template.{difference}): expect lower acceptance"
+        f"drafter {settings.drafter} was trained with other chat template options (template.{difference}): "
+        "expect lower acceptance"
         for difference in differences(loaded.card.template_options, settings.template.recorded())
     ]
     for warning in warnings:

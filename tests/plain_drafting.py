@@ -102,8 +102,8 @@ def plain_rounds(
     plan: FanOutPlan,
     refresh: int = 0,
 ) -> list[Round]:
-    """The rounds of a greedy answer `tokens[first:]`, by infer/draft/README.md, section 3, to the letter: whole speculations, drafted
-    as served.
+    """The rounds of a greedy answer `tokens[first:]`, by infer/draft/README.md, section 3, to the letter: whole
+    speculations, drafted as served.
 
     Each round: the committed slots, the glue over all tokens in flight, the choice of branches, the branch of the
     outcome.

@@ -1,9 +1,8 @@
-"""The drafting side as the engine sees it: whom it knows, what is owed to it and by it, one message a round, and
-bounded waits.
+"""The target's end of the drafter: one message per round, bounded waits, and restarts (infer/README.md, section 4).
 
-A drafter that does not answer in time is left alone: the requests it had go on without speculations, and are handed to
-it again once its late answers have come (they are dropped). One that stays silent, or dies, is started again, and gets
-the running requests anew.
+A drafter that does not answer in time is sent nothing more: its requests go on without speculations, and are admitted
+again once the late answers have come and been dropped. A drafter that stays silent, or dies, is killed and started
+again, and the running requests are admitted anew.
 """
 
 from __future__ import annotations
@@ -23,27 +22,26 @@ from infer.tracing.spans import span
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 2.0  # seconds that a round waits for its speculations
+PATIENCE = 2.0  # seconds that a round waits for its speculations at most
 GIVE_UP = 10.0  # seconds without an answer after which the drafter counts as dead
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a new start, doubled with each failure
 STABLE = 60.0  # seconds of service after which earlier failures are forgotten
 
 
 class DraftState(StrEnum):
-    """What the drafting side is doing."""
+    """State of the drafter."""
 
-    NONE = "none"  # there never was one
+    NONE = "none"  # mode ar, or closed
     SERVING = "serving"
-    STALLED = "stalled"  # it owes an answer for too long
+    STALLED = "stalled"  # an answer is overdue
     STARTING = "starting"
     GONE = "gone"  # until the next start
 
 
 class DraftClient:
-    """The target's end of one drafter; `connect` starts it. Without one every speculation is empty.
+    """Starts one drafter by `connect`, and talks to it. `connect` None: there is none, and every speculation is empty.
 
-    A round is named by the number of committed tokens it starts from, so an answer for another round is told by its
-    number.
+    A round is named by the number of committed tokens it starts from; an answer with another number is dropped.
     """
 
     def __init__(self, connect: Callable[[], Channel] | None, draft_to_target_D: Tensor | None = None) -> None:
@@ -60,7 +58,7 @@ class DraftClient:
 
     @property
     def state(self) -> DraftState:
-        """What the drafting side is doing now."""
+        """State of the drafter now."""
         if self._connect is None:
             return DraftState.NONE
         if self._channel is None:
@@ -83,9 +81,7 @@ class DraftClient:
         self._ready, self._since = ready, time.monotonic()
 
     def reconnect(self) -> None:
-        """Once a round: start a drafter that is gone, after a pause, and take it into service when it is ready. Never
-        waits.
-        """
+        """Once a round: start a drafter that is gone, after a pause, and use it once it is ready. Never waits."""
         if self._connect is None or self._ready is not None:
             return
         try:
@@ -99,7 +95,7 @@ class DraftClient:
             self._give_up(str(error))
 
     def check_idle(self) -> None:
-        """Instead of rounds, while nothing runs: see whether the drafter still answers and holds nothing any more.
+        """While nothing runs: ping the drafter, and give up one that is silent or still holds requests or blocks.
         Never waits.
         """
         assert not self._rounds, self._rounds
@@ -109,17 +105,17 @@ class DraftClient:
             self._send(ping=True)
 
     def knows(self, request: Request) -> bool:
-        """Whether the drafter has the request as it is before its newest verification."""
+        """Whether the drafter has the request, up to its newest verification."""
         return request.id in self._rounds
 
     def accepts(self, request: Request) -> bool:
-        """Whether a request may be handed over: the drafter serves, and has places and memory left."""
+        """Whether a request may be admitted: the drafter serves, and has room and KV memory left."""
         if self.state is not DraftState.SERVING or self._ready is None or len(self._rounds) >= self._ready.requests:
             return False
         return sum(self._held.values()) + self._ready.request_tokens(request.max_tokens) <= self._ready.tokens
 
     def admit(self, request: Request, features_SH: Tensor) -> None:
-        """Hand over a request whose newest token was just sampled, with the features of all tokens but that one."""
+        """Admit a request whose newest token was just sampled; features [S, H] of all tokens but that one."""
         assert self._ready is not None and len(features_SH) == len(request.tokens) - 1, (
             features_SH.shape,
             len(request.tokens),
@@ -130,8 +126,8 @@ class DraftClient:
         self._admits.append(Admit(request.id, tokens, features_SH, request.max_tokens, sampling, prompt))
 
     def report(self, request: Request, verdict: Verdict, features_SH: Tensor) -> None:
-        """Tell what a verification gave a known request, which has taken it in; features of the tokens before the
-        bonus token.
+        """Report what a verification gave a known request, after its commit; features [S, H] of the S = k + 1 tokens
+        before the bonus token.
         """
         self._outcomes.append(
             Outcome(request.id, self._rounds[request.id], verdict.num_accepted, verdict.bonus_token, features_SH),
@@ -139,22 +135,22 @@ class DraftClient:
         self._rounds[request.id] = len(request.tokens)
 
     def retire(self, request_id: str) -> None:
-        """The request ended or lost its place: what the drafter has of it is void."""
+        """The request ended or was preempted: the drafter drops what it has of it."""
         self._speculations.pop(request_id, None)
         if self._rounds.pop(request_id, None) is None:
             return
         del self._held[request_id]
         before = len(self._admits)
         self._admits = [admit for admit in self._admits if admit.request != request_id]
-        if len(self._admits) == before:  # one that was never sent needs no farewell
+        if len(self._admits) == before:  # the drafter never heard of the others
             self._outcomes = [outcome for outcome in self._outcomes if outcome.request != request_id]
             self._retires.append(request_id)
 
     def send(self) -> None:
-        """Send what there is to say, unless the drafter is behind: nothing shall pile up before one that does not
-        read.
+        """Send the admits, outcomes and retired ids, unless an answer is overdue: nothing may pile up before a drafter
+        that does not read.
 
-        What only retires somebody waits for a message that asks for something, while others run.
+        A message that would only retire requests waits for the next one, while others run.
         """
         if not self._behind and (self._outcomes or self._admits or (self._retires and not self._rounds)):
             self._send()
@@ -192,7 +188,7 @@ class DraftClient:
             self._unanswered += 1
 
     def _take_in(self, patience: float) -> None:
-        """Receive what is owed, for at most `patience` seconds."""
+        """Receive the outstanding answers, for at most `patience` seconds."""
         deadline = time.perf_counter() + patience
         while self._channel is not None and self._unanswered:
             try:
@@ -220,7 +216,7 @@ class DraftClient:
             self._give_up(f"it holds {message.requests} requests and {message.blocks} blocks that nobody owns")
 
     def _give_up(self, reason: str) -> None:
-        """Kill what is left of the drafter. The next start comes after a pause."""
+        """Kill the drafter. The next start comes after a pause."""
         self.failures += 1
         stable = self._ready is not None and time.monotonic() - self._since > STABLE
         self._pause = FIRST_PAUSE if stable else self._pause
@@ -233,7 +229,7 @@ class DraftClient:
 
     def _forget_all(self) -> None:
         self._rounds: dict[str, int] = {}  # requests the drafter has, and the round it prepares a speculation for
-        self._held: dict[str, int] = {}  # tokens of its memory that they take
+        self._held: dict[str, int] = {}  # KV tokens that each of them takes there
         self._speculations: dict[str, ServedSpeculation] = {}
         self._admits: list[Admit] = []
         self._outcomes: list[Outcome] = []

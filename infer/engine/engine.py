@@ -1,5 +1,5 @@
-"""The engine: one `step` is one round (infer/README.md, section 1), for prompts in chunked prefill and decoding requests
-alike.
+"""The engine: one `step` is one round (infer/README.md, section 1), for decoding requests and for prompts in chunked
+prefill alike.
 
     schedule -> collect the speculations -> target forward -> verify -> commit -> report the outcomes to the drafter
 """

@@ -1,4 +1,4 @@
-"""How large the KV pools are: as the settings say, or by the memory that is really there."""
+"""Sizes of the KV pools: from the settings, or from the memory that is free."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import torch
 
 from drafters.base.errors import UserError
 from drafters.eagle3_ssd.config import DrafterConfig
-from drafters.targets.target import DTYPES, TargetFacts
+from drafters.targets.identity import TargetFacts
+from drafters.targets.target import DTYPES
 from infer.config import EngineSettings
 from infer.devices import device_of
 from infer.draft.settings import DraftSettings
 from infer.engine.target import BLOCK
 
-CACHE = 4  # times what the running requests can fill: the rest serves requests that begin like earlier ones
-MOST = 0.9  # of the free memory, for the running requests alone
+CACHE = 4  # pool size over what the running requests can fill; the rest is prefix cache
+MOST = 0.9  # share of the free memory that the running requests alone may take
 CGROUPS = (
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -24,7 +25,7 @@ CGROUPS = (
 
 
 class Pools(NamedTuple):
-    """Sizes in tokens, and in words. `draft` is 0 where nothing drafts."""
+    """Sizes in tokens, and a report of them. `draft` is 0 in mode ar."""
 
     target: int
     draft: int
@@ -34,7 +35,7 @@ class Pools(NamedTuple):
 def plan_pools(
     settings: EngineSettings, facts: TargetFacts, drafter: DrafterConfig | None, draft: DraftSettings | None
 ) -> Pools:
-    """Size both pools. `kv_tokens` is taken as it is; else `memory_share` of what is free, and room for a full batch
+    """Size both pools: `kv_tokens` where it is given, else `memory_share` of what is free, and room for a full batch
     where that fits.
 
     Raises `UserError` where not even one block fits.
@@ -53,7 +54,8 @@ def plan_pools(
         tokens = int(tokens) // BLOCK * BLOCK
     if tokens < BLOCK:
         raise UserError(
-            f"{_size(free)} of memory is free on {device}: too little for a KV pool; free some, or use a smaller target"
+            f"{_size(free)} of memory is free on {device}: too little for a KV pool; "
+            "free some, or use a smaller target"
         )
     tokens = -(-tokens // BLOCK) * BLOCK
     draft_tokens = max(tokens, needed) + scratch if draft else 0
@@ -63,8 +65,8 @@ def plan_pools(
 
 
 def bytes_per_token(facts: TargetFacts, drafter: DrafterConfig | None, size: int) -> tuple[int, int]:
-    """Of the target's pool (keys and values of all layers, and the feature for the drafter) and of the drafter's;
-    `size` of a number.
+    """Bytes per token of the target's pool (keys and values of all layers, and the fused feature) and of the
+    drafter's; `size` bytes per number.
     """
     target = 2 * facts.num_hidden_layers * facts.num_key_value_heads * facts.head_dim * size
     if drafter is None:
@@ -76,7 +78,7 @@ def bytes_per_token(facts: TargetFacts, drafter: DrafterConfig | None, size: int
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be had on a device: of a CPU what the system and its control group leave."""
+    """Free memory of a device; of a CPU what the system and the control group leave."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
@@ -95,7 +97,8 @@ def _report(settings: EngineSettings, tokens: int, size: int, draft: int, draft_
         text += f"; the drafter's: {draft} tokens, {_size(draft_size)}"
     needed = settings.batch_size * settings.max_model_len
     if tokens < needed:
-        text += f". {settings.batch_size} requests of {settings.max_model_len} tokens do not fit together: the last may have to start over"
+        text += f". {settings.batch_size} requests of {settings.max_model_len} tokens do not fit together: "
+        text += "the last may have to start over"
     return text
 
 

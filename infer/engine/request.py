@@ -1,4 +1,7 @@
-"""A request and what becomes of it. `Request` is the one mutable record of the runtime, and `commit` its one writer."""
+"""Requests: sampling parameters, the mutable record of a running request, and what a step returns.
+
+`Request` is the one mutable record of the runtime, and `Request.commit` the only writer of its tokens.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +38,17 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """What the user asks of one answer. The end tokens of the target always stop unless `ignore_eos`.
 
-    `temperature` 0 is greedy; None too, unless top_k, top_p or min_p is given, which only a drawn answer can heed:
-    then it is 1. Greedy with bias or penalties takes the argmax of the changed logits. `seed` None: a random one for
-    each request. `grammar` (made by a function of `infer.text.grammar`) lets only tokens through that it allows; the
-    end token comes where it may end. `logprobs` asks for the log-probability of each token and of that many likeliest
-    ones, as the target itself gives them: before bias, penalties, temperature and filters. A string of `stop` ends the
-    answer at the token that completes it; the text ends before it. `logit_bias` adds to the logits of token ids. The
-    repetition penalty (1 is none) counts the prompt's tokens, the presence and the frequency penalty (0 is none) only
-    those of the answer.
+    * `temperature` 0 is greedy. None is greedy too, unless top_k, top_p or min_p is given: these have no effect on
+      greedy answers, so the temperature is then 1.
+    * `logit_bias` adds to the logits of token ids. The repetition penalty (1 is none) counts the prompt's tokens, the
+      presence and the frequency penalty (0 is none) only those of the answer. A greedy request takes the argmax of the
+      changed logits.
+    * `seed` None: a random one for each request.
+    * `grammar` (made by a function of `infer.text.grammar`) constrains the output; the end token comes where it may
+      end.
+    * `logprobs` asks for the log-probability of each token and of that many likeliest ones, as the target itself gives
+      them: before bias, penalties, temperature and filters.
+    * A string of `stop` ends the answer at the token that completes it; the text ends before it.
     """
 
     max_new_tokens: int = 256
@@ -168,7 +174,7 @@ class Request:
     stop_ids: frozenset[int]
     max_tokens: int  # prompt and answer together, from max_new_tokens and the context limit
     tokens: list[int] = field(default_factory=list)
-    watch: AnswerText | None = None  # reads along for stop strings
+    watch: AnswerText | None = None  # detokenises the answer to find stop strings
     grammar: GrammarState | None = None  # after `tokens`
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the answer's tokens, where they are asked for
     rounds: list[RoundRecord] = field(default_factory=list)
@@ -183,11 +189,11 @@ class Request:
 
     @property
     def room(self) -> int:
-        """Tokens that may still come."""
+        """How many more tokens the limit allows."""
         return self.max_tokens - len(self.tokens)
 
     def commit(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> list[int]:
-        """Append what a round produced, trimmed at the first stop and at the limit. Returns what was kept.
+        """Append the tokens of a round, trimmed at the first stop and at the limit. Returns what was kept.
 
         A stop inside the limit wins over the limit: limit 3, tokens [7, STOP, 8, 9] keeps [7, STOP], reason "stop". A
         stop string ends the answer at the token that completes it, however far before that token it began.

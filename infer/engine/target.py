@@ -1,5 +1,4 @@
-"""The target in the runtime: paged keys, one forward over rows of several requests, logits and fused features of each
-row.
+"""Runs the target on a paged KV pool: one forward over rows of several requests, with logits and fused features.
 
 R rows of all requests, L rows whose logits are wanted, H drafter hidden size, V vocabulary, S slots of the pool.
 """
@@ -12,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drafters.targets.target import Target, taps_of
+from drafters.targets.taps import taps_of
+from drafters.targets.target import Target
 from infer.kernels.attention.block_pool import BlockPool
 from infer.kernels.attention.kv_pool import KvPool, zeros_on_demand
 from infer.kernels.attention.paged import PagedContext, PagedRequest
@@ -22,28 +22,26 @@ BLOCK = 16
 
 
 class Rows(NamedTuple):
-    """One request's rows of a forward: `tokens` are at the end of its first `num_keys` positions."""
+    """One request's rows of a forward: `tokens` are the last ones of its first `num_keys` positions."""
 
     tokens: Sequence[int]
     num_keys: int
     blocks: tuple[int, ...]
-    num_logits: int  # of its last rows: what follows them is asked for
+    num_logits: int  # how many of its last rows need logits
 
 
 class TargetOutput(NamedTuple):
-    """What follows each row that was asked for, and the feature the drafter reads of every row (None where no drafter
-    listens).
-    """
+    """Logits of the rows that need them, and the fused features of all rows (None in mode ar)."""
 
     logits_LV: Tensor
     features_RH: Tensor | None
 
 
 class TargetRunner:
-    """Runs a loaded target on paged keys. `fuse_taps` makes one feature of the taps (`draft_model.TapFusion`).
+    """Runs a loaded target on paged keys. `fuse_taps` makes one feature of the taps (`infer.draft.model.TapFusion`).
 
-    The fused features stay in a pool of their own beside the keys, so that whoever has a position's keys has its
-    feature too: a cached prefix, or a request whose drafter is started again, costs no forward.
+    The fused features have a pool of their own beside the KV pool, with the same slots. So a cached prefix has its
+    features too, and a request can be admitted to a restarted drafter without a forward.
     """
 
     def __init__(

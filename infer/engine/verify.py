@@ -1,4 +1,5 @@
-"""Verification of a batch: one forward's logits and what each request speculated, to one verdict per request.
+"""Verification of a batch: from the logits of one forward and the speculations to one verdict per request
+(infer/README.md, section 2).
 
 R rows of logits (all requests, one after another), V target vocabulary.
 """
@@ -57,10 +58,10 @@ def row_of(request: Request, start: int, drafted: Sequence[int] = (), proposal: 
 
 
 def verify_rows(logits_RV: Tensor, rows: Sequence[RowToVerify]) -> list[Verdict]:
-    """Judge every request by its own rule: greedy or sampled, drawn or chosen or empty speculations, of different
-    lengths.
+    """Judge every request of a mixed batch: greedy or sampled; with drawn, point-mass or empty speculations of any
+    length.
 
-    A verdict depends on the request's own logits, text, tokens, proposal, sampling and position only, so a seed
+    A verdict depends only on the request's own logits, text, tokens, proposal, sampling and position, so a seed
     repeats its tokens whatever else is in the batch.
     """
     assert all(row.start >= 0 and row.start + len(row.drafted) < len(logits_RV) for row in rows), (

@@ -53,13 +53,13 @@ class Ready:
     scratch_tokens: int  # that a request needs beside its own
 
     def request_tokens(self, max_tokens: int) -> int:
-        """What a request takes of `tokens`: whole blocks for all it may grow to, and for what is drafted behind it."""
+        """What a request takes of `tokens`: whole blocks for its longest text and the scratch behind it."""
         return -(-(max_tokens + self.scratch_tokens) // self.block_size) * self.block_size
 
 
 @dataclass(frozen=True)
 class Admit:
-    """A request joins: its tokens, the first sampled one last, and the fused features of all positions but that one's."""
+    """A request joins: its tokens, the newest one just sampled, and the fused features of all positions before it."""
 
     request: str
     tokens: tuple[int, ...]
@@ -155,7 +155,8 @@ def unpack(buffer: bytes | memoryview) -> Message:
     version, length = _HEAD.unpack_from(buffer)
     if version != VERSION:
         raise UserError(
-            f"message of version {version}, this process speaks {VERSION}: start target and drafter from one installation"
+            f"message of version {version}, this process speaks {VERSION}: "
+            "start target and drafter from one installation"
         )
     header = json.loads(bytes(buffer[_HEAD.size : _HEAD.size + length]))
     tensors, offset = [], _HEAD.size + length

@@ -1,4 +1,4 @@
-"""Token ids to text while they come: UTF-8 safe, special tokens hidden, and cut at stop strings."""
+"""Incremental detokenisation: UTF-8 safe, without special tokens, and cut at stop strings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 
 
 def token_bytes(tokenizer: Any, token_id: int) -> bytes:
-    """The bytes of one token, a special one by its name. They need not be whole characters, and a leading space is
-    kept.
+    """The bytes of one token, leading space included; they need not be whole characters. A special token gives its
+    name.
     """
     one = tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     two = tokenizer.decode([token_id, token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -101,7 +101,7 @@ class AnswerText:
         return self._show(self._detokenizer.push(token_id))
 
     def completes_stop(self, token_id: int) -> bool:
-        """`push`, for one who only wants to know whether a stop string ends the answer at this token."""
+        """`push`, and return whether a stop string ends the answer at this token."""
         self.push(token_id)
         return self.stopped
 

@@ -1,8 +1,8 @@
-"""Constrained output: grammars from regular expressions and JSON schemas, and which tokens one allows after a text
-(llguidance).
+"""Constrained output (llguidance): grammars from regular expressions, JSON schemas, choices and Lark, and the tokens
+that one allows after a text.
 
-R rows, V vocabulary. A `GrammarState` stands after the committed tokens. To ask about drafted ones is to look ahead:
-the state goes forward along them and back, so that rejected tokens leave no trace. Only `advance` moves it.
+R rows, V vocabulary. A `GrammarState` is the state after the committed tokens, and only `advance` moves it. Questions
+about drafted tokens look ahead on a copy, so rejected tokens leave no trace.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from drafters.base.errors import UserError
 from drafters.targets.target import Target
 
 log = logging.getLogger(__name__)
-JSON_OPTIONS: Any = {
-    "whitespace_pattern": r"[ \t\n]{0,20}"
-}  # any layout, but no endless run of blanks, which small models fall into
+# any layout, but no endless run of blanks, which small models fall into
+JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t\n]{0,20}"}
 ANY_OBJECT = {"type": "object"}
 
 
 def regex_grammar(pattern: str) -> str:
-    """The whole answer matches `pattern` (syntax of Rust's regex crate). Raises `UserError` where it cannot be read."""
+    """The whole answer matches `pattern` (syntax of Rust's regex crate). Raises `UserError` for a bad pattern."""
     return _checked("regular expression", pattern, LLMatcher.grammar_from_regex(pattern))
 
 
@@ -86,9 +85,7 @@ class Vocabulary(NamedTuple):
 
 
 class Grammars:
-    """Starts grammars over one vocabulary. The vocabulary is prepared when the first one starts, which takes up to a
-    second.
-    """
+    """Starts grammars over one vocabulary, which is prepared when the first one starts; that takes up to a second."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         self._make_vocabulary = vocabulary
@@ -113,7 +110,7 @@ class Grammars:
             ) from error
 
     def start(self, grammar: str) -> GrammarState:
-        """The state before the first token. Raises `UserError` where this target or this grammar does not allow one."""
+        """The state before the first token. Raises `UserError` for an unusable tokenizer or grammar."""
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise UserError(f"the grammar cannot be used: {' '.join(matcher.get_error().split())[:300]}")
@@ -121,15 +118,13 @@ class Grammars:
 
 
 class GrammarState:
-    """Where a grammar stands after a request's committed tokens."""
+    """The state of a grammar after a request's committed tokens."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Tokens are committed: they were allowed. An end token ends the text, where the grammar itself may have ended
-        before it.
-        """
+        """Take in committed tokens, which were allowed. An end token, and what follows it, is no part of the text."""
         ends = self._vocabulary.end_token_ids
         tokens = list(takewhile(lambda token: token not in ends, tokens))
         consumed = self._matcher.try_consume_tokens(tokens)
@@ -141,8 +136,8 @@ class GrammarState:
         return self._matcher.validate_tokens(list(tokens))
 
     def allowed(self, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Which tokens may follow each path, bool [R, V]; all after a path that is refused or that ended the text:
-        nothing comes there.
+        """Which tokens may follow each path, bool [R, V]. All of them after a path that is refused or that ended the
+        text, since nothing follows it.
         """
         walker, ends = _Walker(self._matcher), self._vocabulary.end_token_ids
         rows = []
@@ -163,20 +158,20 @@ class GrammarState:
 
 
 class _Walker:
-    """A copy of a grammar's state that goes from path to path, along what they share."""
+    """A copy of a grammar's state that moves from path to path, and rolls back no further than needed."""
 
     def __init__(self, origin: LLMatcher) -> None:
         self._origin, self._walked = origin, list[int]()
         self.matcher = origin.deep_copy()
 
     def go(self, path: Sequence[int]) -> bool:
-        """Stand behind `path`, or before its first token that is refused; whether all of it was allowed."""
+        """Move behind `path`, or before its first token that is refused. Returns whether all of it was allowed."""
         pairs = zip(self._walked, path, strict=False)
         shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self._walked), len(path)))
         if shared < len(self._walked):
             if self.matcher.rollback(len(self._walked) - shared):
                 del self._walked[shared:]
-            else:  # some grammars cannot go back
+            else:  # some grammars cannot roll back
                 self.matcher, self._walked = self._origin.deep_copy(), []
         rest = list(path[len(self._walked) :])
         self._walked += rest[: self.matcher.try_consume_tokens(rest)]

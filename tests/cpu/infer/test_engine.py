@@ -1,4 +1,4 @@
-"""The engine: the same tokens in every mode and setting, requests that join and leave, and a draft process that dies."""
+"""The engine: the same tokens in every mode and setting, requests joining and leaving, a draft process that dies."""
 
 from __future__ import annotations
 

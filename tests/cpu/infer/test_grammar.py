@@ -232,9 +232,17 @@ def test_constrained_answers_survive_preemption(pair: tuple[Target, Path]) -> No
     asked = [replace(params, logit_bias=((letter, 1.0),)) for letter in _ids(pair[0], "abc")]
     alone = _answers(pair, Mode.AR, asked)
     settings = EngineSettings(
-        target="", drafter=str(pair[1]), dtype="float32", target_devices=("cpu",), lookahead=3, budget=8, policy="uniform",
-        batch_size=3, max_model_len=64, kv_tokens=80,
-    )  # fmt: skip
+        target="",
+        drafter=str(pair[1]),
+        dtype="float32",
+        target_devices=("cpu",),
+        lookahead=3,
+        budget=8,
+        policy="uniform",
+        batch_size=3,
+        max_model_len=64,
+        kv_tokens=80,
+    )
     preempted = []
     with launch(settings, Mode.SSD, pair[0], in_process=True) as engine:
         preempt = engine.scheduler._preempt_last

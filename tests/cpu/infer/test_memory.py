@@ -1,4 +1,4 @@
-"""Pools by what was asked for, by what running requests need, and by what is free; and what the start says about it."""
+"""Sizes of the KV pools: by the settings, by what running requests need, by what is free; and their report."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_a_waiting_request_can_be_taken_out() -> None:
 
 
 def test_who_came_last_gives_way_keeps_its_tokens_and_comes_back_first() -> None:
-    """Five blocks of 4: a and b start with two each, and one is free for the first of them that grows out of its own."""
+    """Five blocks of 4: a and b start with two each, and one is free for the first of them that needs a third."""
     scheduler = _scheduler(6, size=4)
     for name in "abc":
         scheduler.submit(_request(name, 7 if name != "c" else 3, 16, ord(name)))

@@ -108,7 +108,7 @@ def verify_with(judge: Judge) -> Callable[[Tensor, list[RowToVerify]], list[Verd
 
 
 def shifted_proposals(logits_RV: Tensor, rows: list[RowToVerify]) -> list[Verdict]:
-    """Broken on purpose: the drawn rows get the distributions of another drawn row, as after a request left the batch."""
+    """Broken on purpose: drawn rows get the distributions of another drawn row, as after a request left the batch."""
     drawn = [i for i, row in enumerate(rows) if row.proposal is not None]
     swapped = list(rows)
     for i, j in zip(drawn, drawn[1:] + drawn[:1], strict=True):
