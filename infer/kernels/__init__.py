@@ -1,3 +1,3 @@
-"""Pure functions of tensors, each with a plain twin: attention, sampling, acceptance. Imports nothing else of the
+"""Operations of inference, one folder each: `reference` is plain torch, `cpu` is compiled; imports nothing else of the
 project.
 """

@@ -1,7 +1,8 @@
-"""What the numba kernels are made of: addresses as arrays, bf16 as fp32 and back, an exponential that vectorises.
+"""Building blocks of the numba kernels: arrays from addresses, bf16 and fp16 as fp32 and back, a vectorising
+exponential.
 
-numba keeps compiled kernels on disk and looks at their own file alone: after an edit here, remove
-`infer/kernels/__pycache__`.
+numba keeps compiled kernels on disk and looks at their own file alone: after an edit here, remove the `__pycache__`
+folders below `infer/kernels` and `train/ops`.
 """
 
 from __future__ import annotations

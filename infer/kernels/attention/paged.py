@@ -98,7 +98,7 @@ class PagedContext:
         """Whether the compiled kernel (`cpu`) is the faster one for this batch: on a CPU, and few rows."""
         return len(self.write_slots_R) <= FEW_ROWS and cpu.available(self.pool.keys[0])
 
-    def attend_rows(self, layer: int, qkv_RX: Tensor, cos_sin: tuple[Tensor, Tensor], scale: float) -> Tensor:
+    def rotate_and_attend(self, layer: int, qkv_RX: Tensor, cos_sin: tuple[Tensor, Tensor], scale: float) -> Tensor:
         """Rotate, write and attend in one layer by the compiled kernel, where `in_rows`; see `cpu.attend`."""
         return cpu.attend(qkv_RX, cos_sin, (self.pool.keys[layer], self.pool.values[layer]), self._table, scale)
 

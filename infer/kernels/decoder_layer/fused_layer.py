@@ -94,7 +94,7 @@ class FusedDecoderLayer(nn.Module):
         """
         qkv = self.qkv(normed)
         if isinstance(context, PagedContext) and context.in_rows:
-            mixed = context.attend_rows(self.layer_idx, qkv, context.widened(*cos_sin), self.scale)
+            mixed = context.rotate_and_attend(self.layer_idx, qkv, context.widened(*cos_sin), self.scale)
         else:
             heads_BSND = qkv.unflatten(-1, (-1, self.head_dim))
             rotated = rotate(heads_BSND[..., : self.num_queries + self.num_keys, :], *cos_sin)

@@ -60,7 +60,7 @@ def test_a_fault_of_the_model_stays_visible() -> None:
     assert cpu.silu_mul(torch.tensor([[float("nan"), 1.0]])).isnan().all()
     pool, requests, qkv, cos_sin = _batch(torch.float32, False)
     pool.keys[0][BLOCK] = float("nan")  # the first key of the first request
-    found = PagedContext.build(pool, requests, qkv.device).attend_rows(0, qkv, cos_sin, 0.25)[0]
+    found = PagedContext.build(pool, requests, qkv.device).rotate_and_attend(0, qkv, cos_sin, 0.25)[0]
     assert found[:4].isnan().all() and not found[4:].isnan().any()
 
 
@@ -89,7 +89,7 @@ def test_attention_is_the_contexts_attention(dtype: torch.dtype, masked: bool) -
     other = KvPool(tuple(t.clone() for t in pool.keys), tuple(t.clone() for t in pool.values), pool.block_size)
     context = PagedContext.build(pool, requests, qkv.device)
     assert context.in_rows
-    found = context.attend_rows(0, qkv, cos_sin, 0.25)
+    found = context.rotate_and_attend(0, qkv, cos_sin, 0.25)
     cos, sin = cos_sin
     heads = qkv.unflatten(-1, (-1, SIZE))
     rotated = rotate(heads[..., : QUERIES + HEADS, :], cos, sin)
@@ -107,14 +107,14 @@ def test_attention_is_the_contexts_attention(dtype: torch.dtype, masked: bool) -
 def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None:
     """What makes greedy tokens of a verification those of single steps, in bf16 too."""
     pool, requests, qkv, cos_sin = _batch(dtype, False)
-    together = PagedContext.build(pool, requests[:1], qkv.device).attend_rows(
+    together = PagedContext.build(pool, requests[:1], qkv.device).rotate_and_attend(
         0, qkv[:, :4].contiguous(), cos_sin, 0.25
     )
     keys = pool.keys[0].clone()
     for i in range(4):
         alone = PagedContext.build(pool, [PagedRequest((1, 2, 3, 4), 10 + i, 1)], qkv.device)
         own = (cos_sin[0][:, i : i + 1].contiguous(), cos_sin[1][:, i : i + 1].contiguous())
-        assert torch.equal(alone.attend_rows(0, qkv[:, i : i + 1].contiguous(), own, 0.25)[0, 0], together[0, i])
+        assert torch.equal(alone.rotate_and_attend(0, qkv[:, i : i + 1].contiguous(), own, 0.25)[0, 0], together[0, i])
     assert torch.equal(pool.keys[0], keys)
     gate_up, x, weight = torch.randn(5, 96).to(dtype), torch.randn(5, 48).to(dtype), torch.rand(48).to(dtype)
     assert torch.equal(cpu.silu_mul(gate_up)[3:4], cpu.silu_mul(gate_up[3:4]))
@@ -133,7 +133,7 @@ def test_nothing_is_compiled_after_compile_now(dtype: torch.dtype) -> None:
     kernels = [*cpu._KERNELS[dtype], attention_cpu._KERNELS[dtype]]
     before = [len(kernel.signatures) for kernel in kernels]
     pool, requests, qkv, cos_sin = _batch(dtype, True)
-    PagedContext.build(pool, requests, qkv.device).attend_rows(0, qkv, cos_sin, 0.25)
+    PagedContext.build(pool, requests, qkv.device).rotate_and_attend(0, qkv, cos_sin, 0.25)
     x, weight = torch.randn(3, 48).to(dtype), torch.rand(48).to(dtype)
     cpu.pair_norm(x, weight, x, weight, 1e-5)
     cpu.add_norm(x, x, weight, 1e-5)

@@ -22,7 +22,7 @@ def test_uniform_depends_on_each_key_and_on_nothing_else() -> None:
 
 
 def test_the_generator_stays_what_it_is() -> None:
-    """A seed repeats its tokens after an upgrade. 0xE220... is the published first output of splitmix64 from state 0."""
+    """A seed repeats its tokens after an upgrade. 0xE220... is the published first output of splitmix64 from 0."""
     assert _mix(0) == 0xE220A8397B1DCDAF
     assert uniform(0, 0, Purpose.DRAFT) == 0.18436667429957676
     assert uniform(42, 17, Purpose.BONUS) == 0.6449671629856786
