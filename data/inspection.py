@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     conversations = [c for path in options.files for c in read_conversations(path, options.limit, rejected)]
     if not conversations:
         raise UserError(f"{', '.join(options.files)}: no row can be read; the first one: {rejected[0]}")
-    from drafters.targets.target import identify, load_tokenizer
+    from drafters.targets.identity import identify, load_tokenizer
 
     tokenizer = load_tokenizer(options.target)
     console = Console(soft_wrap=True, highlight=False, markup=False)
@@ -238,17 +238,18 @@ def show_probe(
     console: Console, options: argparse.Namespace, conversations: Sequence[Conversation], template: TemplateOptions
 ) -> None:
     """How many answer tokens are the target's own choice, by the temperature that they were sampled at."""
-    from data.probe import FOREIGN, agreement
+    from data.target_check import FOREIGN, top1_share
     from drafters.targets.target import load_target
 
     target = load_target(options.target)
     console.print("\nanswer tokens that are the target's own choice", style="bold")
     for heat in sorted({c.temperature for c in conversations}, key=lambda heat: -1.0 if heat is None else heat):
         some = [c for c in conversations if c.temperature == heat][: options.probe]
-        tokens, chosen = agreement(target, render_all(some, target.tokenizer, options.row_length, template).examples)
+        examples = render_all(some, target.tokenizer, options.row_length, template).examples
+        tokens, share = top1_share(target, examples)
         name = "temperature unknown" if heat is None else f"temperature {heat:g}"
-        doubt = f": has {options.target} written them, in this thinking mode?" if chosen < FOREIGN else ""
-        console.print(f"  {name}: {chosen:.1%} of {tokens}{doubt}", style="yellow" if doubt else "")
+        doubt = f": has {options.target} written them, in this thinking mode?" if share < FOREIGN else ""
+        console.print(f"  {name}: {share:.1%} of {tokens}{doubt}", style="yellow" if doubt else "")
 
 
 def show_overlap(console: Console, found: Sequence[PromptOverlap], num_prompts: int) -> int:

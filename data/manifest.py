@@ -16,7 +16,7 @@ from pydantic import Field
 
 from drafters.base.errors import UserError
 from drafters.base.settings import Settings, build_settings
-from drafters.targets.files import TargetIdentity
+from drafters.targets.identity import TargetIdentity
 from drafters.targets.template import TemplateOptions, differences
 
 MANIFEST_NAME = "manifest.json"

@@ -27,7 +27,7 @@ from data.synthesis.seeds import opening
 from data.synthesis.talks import Plan, draw_seed
 from data.synthesis.work import RunSettings, begin, mark_complete, mend
 from drafters.base.errors import CommandParser, UserError, run_command
-from drafters.targets.files import TargetIdentity
+from drafters.targets.identity import TargetIdentity
 from drafters.targets.template import TemplateOptions
 
 DESCRIPTION = """\
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     chats = (
         _read_chats(options.prompts) if options.prompts else None
     )  # mistakes in files come before the target is loaded
-    from drafters.targets.target import identify
+    from drafters.targets.identity import identify
 
     work = Path(options.out) / "work"
     goal = options.response_tokens and options.response_tokens // options.count
@@ -297,7 +297,7 @@ def _write_prompts(options: argparse.Namespace, target: Any, generator: Any, wor
 def _merge(options: argparse.Namespace, measuring: Sequence[Any]) -> int:
     """Put the rows of the directories `--from` into OUT/*.parquet with a manifest."""
     from data.synthesis.merge import merge
-    from drafters.targets.target import identify
+    from drafters.targets.identity import identify
 
     out = Path(options.out)
     sources = [Path(path) for path in options.sources or [out]]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from drafters.eagle3_ssd.card import DrafterCard
     from drafters.eagle3_ssd.formats_import import ForeignDrafter
-    from drafters.probe import Agreement
+    from drafters.tap_probe import TapAgreement
     from drafters.targets.target import Target
 
 PROMPTS = Path(__file__).resolve().parents[1] / "data" / "prompts"
@@ -118,7 +118,7 @@ def import_head(options: argparse.Namespace) -> int:
     from drafters.eagle3_ssd.checkpoint import EMBEDDINGS, check_fits, model_of, vocab_tensors, write_files
     from drafters.eagle3_ssd.config import to_config_json
     from drafters.eagle3_ssd.formats_import import read_foreign
-    from drafters.probe import probe
+    from drafters.tap_probe import probe_taps
     from drafters.targets.target import DTYPES, load_target
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -139,7 +139,9 @@ def import_head(options: argparse.Namespace) -> int:
         print(f"note: {note}")
     if target and chats:
         model = model_of(head.config, head.tensors, target.embed_weight, DTYPES[options.dtype], device)
-        warnings += _show_probe(probe(model, head.vocab.to(device), target, chats, options.new_tokens), len(chats))
+        warnings += _show_probe(
+            probe_taps(model, head.vocab.to(device), target, chats, options.new_tokens), len(chats)
+        )
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return 0
@@ -225,15 +227,15 @@ def _settle_embeddings(tensors: dict[str, Tensor], target: Target | None, hidden
 
 def _chats(options: argparse.Namespace) -> list[list[dict[str, str]]]:
     """The prompts of the probe, none where it is left out."""
-    from drafters.probe import read_chats
+    from drafters.tap_probe import read_chats
 
     paths = [Path(path) for path in options.prompts] if options.prompts else sorted(PROMPTS.glob("*.jsonl"))
     return read_chats(paths, options.num_prompts) if options.target and options.num_prompts else []
 
 
-def _show_probe(found: Sequence[Agreement], num_prompts: int) -> list[str]:
+def _show_probe(found: Sequence[TapAgreement], num_prompts: int) -> list[str]:
     """Print the table; returns the warnings."""
-    from drafters.probe import DEPTHS, judge
+    from drafters.tap_probe import DEPTHS, tap_warnings
 
     print(
         f"probe: {num_prompts} prompts, {found[0].num_tokens} tokens of the target's answers; share on which the drafter agrees"
@@ -243,7 +245,7 @@ def _show_probe(found: Sequence[Agreement], num_prompts: int) -> list[str]:
     for agreement in found:
         label = f"{', '.join(map(str, agreement.taps))}  {names[agreement.shift]}"
         print(f"  {label:32}" + "".join(f"{share:9.2f}" for share in agreement.by_depth))
-    return judge(found)
+    return tap_warnings(found)
 
 
 def _local(source: str) -> Path:

@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from drafters.eagle3_ssd.checkpoint import load_drafter, save_drafter
-from drafters.targets.target import Target, load_target, tap_features
+from drafters.targets.taps import tap_features
+from drafters.targets.target import Target, load_target
 from infer.config import EngineSettings, Mode
 from infer.engine.engine import Engine
 from infer.engine.request import Request, SamplingParams

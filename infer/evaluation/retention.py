@@ -15,7 +15,8 @@ from torch import Tensor
 
 from drafters.eagle3_ssd.checkpoint import LoadedDrafter, load_drafter
 from drafters.eagle3_ssd.speed import PairedTokens
-from drafters.targets.target import DTYPES, Target, tap_features
+from drafters.targets.taps import tap_features
+from drafters.targets.target import DTYPES, Target
 from infer.config import EngineSettings, Mode
 from infer.draft.model import DraftModel
 from infer.draft.settings import DraftSettings

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data.chat.pack import PackedRow
-from drafters.targets.target import Target, tap_features
+from drafters.targets.taps import tap_features
+from drafters.targets.target import Target
 from infer.kernels.sampling.sample import greedy_ids
 
 TILE = 256  # positions a [TILE, V] block of logits is made for

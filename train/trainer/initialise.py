@@ -17,7 +17,8 @@ from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.eagle3_ssd.rope import RopeScaling, scaling_of_target
 from drafters.eagle3_ssd.vocab import VocabMap, cached_vocabulary
 from drafters.targets.model import usable, whole
-from drafters.targets.target import Target, tap_features
+from drafters.targets.taps import tap_features
+from drafters.targets.target import Target
 from train.config import DrafterSettings
 
 

@@ -15,7 +15,7 @@ import pytest
 from data.chat.conversations import Conversation
 from data.chat.render import Example, render
 from data.inspection import coloured, count, main
-from data.probe import agreement
+from data.target_check import top1_share
 from data.synthesis.batch_generate import Ask, BatchGenerator
 from data.synthesis.work import mark_complete
 from drafters.base.errors import run_command
@@ -135,7 +135,7 @@ def test_the_probe_knows_the_targets_own_text(
         prompt = list(asks[int(answer.key)].prompt_ids)
         turn_ids = [0] * len(prompt) + [1] * len(answer.token_ids)
         examples.append(Example(answer.key, prompt + list(answer.token_ids), turn_ids))
-    assert agreement(loaded, examples) == (sum(sum(example.turn_ids) for example in examples), 1.0)
+    assert top1_share(loaded, examples) == (sum(sum(example.turn_ids) for example in examples), 1.0)
     foreign = tmp_path / "foreign.jsonl"
     foreign.write_text(
         "".join(json.dumps(chat(f"Question {i}?", "Certainly not.", temperature=0.8)) + "\n" for i in range(3))

@@ -21,7 +21,7 @@ from data.manifest import (
     write_manifest,
 )
 from drafters.base.errors import UserError
-from drafters.targets.files import TargetIdentity
+from drafters.targets.identity import TargetIdentity
 from drafters.targets.template import TemplateOptions
 
 

@@ -16,7 +16,7 @@ from data.synthesis import merge as merging
 from data.synthesis.merge import merge
 from data.synthesis.work import RunSettings, begin, mark_complete
 from drafters.base.errors import UserError
-from drafters.targets.files import TargetIdentity
+from drafters.targets.identity import TargetIdentity
 
 TARGET = TargetIdentity("w", "k", "t")
 QUESTION = "Why does the moon look larger when it is close to the horizon?"

@@ -17,7 +17,15 @@ from drafters.base.errors import run_command
 from drafters.eagle3_ssd.checkpoint import load_drafter, read_files
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.eagle3_ssd.vocab import VocabMap
-from drafters.probe import Agreement, Written, correct_by_depth, greedy_answers, judge, probe, read_chats
+from drafters.tap_probe import (
+    GreedyAnswer,
+    TapAgreement,
+    correct_by_depth,
+    greedy_answers,
+    probe_taps,
+    read_chats,
+    tap_warnings,
+)
 from drafters.targets.target import Target, load_target
 from tests.cpu.train.small import HIDDEN, VOCAB, small_config
 from tests.tiny import save_tiny_drafter, save_tiny_target, tiny_model, tiny_tokenizer
@@ -232,7 +240,7 @@ def test_agreement_is_what_a_plain_drafting_loop_counts() -> None:
     model.embed_tokens.weight.data.normal_()
     model.requires_grad_(False)
     ids = vocab.to_target(torch.randint(0, 3, (1, 40)))
-    taps, answer = torch.randn(1, 40, 3 * HIDDEN), Written(ids[0].tolist(), answer_start=9)
+    taps, answer = torch.randn(1, 40, 3 * HIDDEN), GreedyAnswer(ids[0].tolist(), answer_start=9)
     fused, places = model.fuse(taps), torch.arange(40)[None]
     want = [0.0, 0.0]
     for anchor in range(38):
@@ -274,14 +282,16 @@ def test_greedy_answers_are_transformers_own(pair: tuple[Path, Path, Target]) ->
     ]
     for prompt, written in zip(prompts, greedy_answers(target, prompts, 10), strict=True):
         want = plain.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)[0].tolist()
-        assert written == Written(want, len(prompt))
+        assert written == GreedyAnswer(want, len(prompt))
 
 
 def test_a_drafter_that_agrees_with_nothing_is_said() -> None:
-    nothing = [Agreement(shift, (2, 3, 4), (0.01, 0.0), 200) for shift in (0, -1, 1)]
-    [warning] = judge(nothing)
+    nothing = [TapAgreement(shift, (2, 3, 4), (0.01, 0.0), 200) for shift in (0, -1, 1)]
+    [warning] = tap_warnings(nothing)
     assert "agrees with the target on 1% of the tokens" in warning
-    assert judge([Agreement(0, (2, 3, 4), (0.5, 0.4), 200), Agreement(1, (3, 4, 5), (0.52, 0.4), 200)]) == []
+    assert (
+        tap_warnings([TapAgreement(0, (2, 3, 4), (0.5, 0.4), 200), TapAgreement(1, (3, 4, 5), (0.52, 0.4), 200)]) == []
+    )
 
 
 def test_prompts_are_read_in_turns(tmp_path: Path) -> None:
@@ -310,4 +320,4 @@ def test_the_probe_needs_no_shift_that_does_not_exist(pair: tuple[Path, Path, Ta
     config = loaded.config.model_copy(update={"tap_hidden_states_ids": (0, 3, 5)})
     model = Eagle3Drafter(config)
     model.load_state_dict(loaded.model.state_dict())
-    assert [agreement.shift for agreement in probe(model, loaded.vocab, target, CHATS[:1], 3)] == [0]
+    assert [agreement.shift for agreement in probe_taps(model, loaded.vocab, target, CHATS[:1], 3)] == [0]

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from drafters.base.errors import UserError
-from drafters.targets.target import load_target, tap_features
+from drafters.targets.taps import tap_features
+from drafters.targets.target import load_target
 from infer.kernels.decoder_layer.fused_layer import FusedDecoderLayer, fits
 from infer.kernels.linear.fused import fuse
 from infer.kernels.linear.packed import PackedLinear, pack

@@ -22,7 +22,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from drafters.base.errors import UserError
 from drafters.targets import files as target_files
 from drafters.targets.files import BuiltinTarget
-from drafters.targets.target import Target, identify, load_target, tap_features
+from drafters.targets.identity import identify
+from drafters.targets.taps import tap_features
+from drafters.targets.target import Target, load_target
 from infer.kernels.attention.context import DocumentContext
 from infer.kernels.linear.packed import PackedLinear
 from tests.gguf_file import MERGED, write_gguf

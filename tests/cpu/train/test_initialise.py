@@ -15,7 +15,8 @@ from drafters.base.errors import UserError
 from drafters.eagle3_ssd.card import DrafterCard
 from drafters.eagle3_ssd.checkpoint import load_drafter, save_drafter
 from drafters.eagle3_ssd.model import Eagle3Drafter, RMSNorm
-from drafters.targets.target import Target, load_target, tap_features
+from drafters.targets.taps import tap_features
+from drafters.targets.target import Target, load_target
 from tests.tiny import save_tiny_target
 from train.config import DrafterSettings
 from train.objective.unroll import Rows, unroll

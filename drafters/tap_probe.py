@@ -1,8 +1,8 @@
-"""A teacher-forced look at a drafter: how often it agrees with its target, at its own taps and one layer beside them.
+"""Probe of a drafter's tap layers: top-1 agreement with its target, at the declared taps and one layer beside them.
 
-A wrong tap convention costs nearly all acceptance and raises no error; here it shows in a minute. The target writes
-short greedy answers, and the drafter predicts each of their tokens with true features (depth 0) and from its own
-output (depth 1 and deeper).
+A wrong tap convention costs nearly all acceptance and raises no error; the probe shows it in a minute. The target
+writes short greedy answers. The drafter, teacher-forced, predicts each of their tokens from true features (depth 0)
+and from its own outputs (depth 1).
 
 Shapes: S slots of one answer, H drafter hidden size, C three taps behind each other, N query heads, M key-value heads,
 D head dimension.
@@ -24,7 +24,8 @@ from drafters.base.errors import UserError
 from drafters.eagle3_ssd.align import EMBED_AHEAD, PREDICT_AHEAD
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.eagle3_ssd.vocab import VocabMap
-from drafters.targets.target import Target, tap_features
+from drafters.targets.taps import features_of_text
+from drafters.targets.target import Target
 from infer.kernels.attention.kv_pool import KvPool
 from infer.kernels.attention.paged import PagedContext, PagedRequest
 from infer.kernels.sampling.sample import greedy_ids
@@ -34,15 +35,15 @@ NEAR_ZERO = 0.05
 CLEARLY_BETTER = 0.05
 
 
-class Written(NamedTuple):
+class GreedyAnswer(NamedTuple):
     """A prompt and the target's greedy answer to it; the answer starts at `token_ids[answer_start]`."""
 
     token_ids: list[int]
     answer_start: int
 
 
-class Agreement(NamedTuple):
-    """How often the drafter's first choice was the target's token, by depth, with the taps moved by `shift` layers."""
+class TapAgreement(NamedTuple):
+    """Share of the target's tokens that the drafter's first choice equals, by depth, with taps moved by `shift` layers."""
 
     shift: int
     taps: tuple[int, ...]
@@ -50,14 +51,14 @@ class Agreement(NamedTuple):
     num_tokens: int
 
 
-def probe(
+def probe_taps(
     drafter: Eagle3Drafter,
     vocab: VocabMap,
     target: Target,
     prompts: Sequence[Sequence[dict[str, str]]],
     new_tokens: int,
-) -> list[Agreement]:
-    """Agreement at the drafter's taps (first), one layer lower and one higher, over `prompts` (messages of a chat)."""
+) -> list[TapAgreement]:
+    """TapAgreement at the drafter's taps (first), one layer lower and one higher, over `prompts` (messages of a chat)."""
     rendered = [_prompt_ids(target.tokenizer, messages) for messages in prompts]
     written = greedy_answers(target, rendered, new_tokens)
     declared = drafter.config.tap_hidden_states_ids
@@ -68,16 +69,14 @@ def probe(
     hits = {shift: torch.zeros(DEPTHS) for shift in shifts}
     counts = torch.zeros(DEPTHS)
     for answer in written:
-        ids = torch.tensor([answer.token_ids], device=target.device)
-        places = torch.arange(ids.shape[1], device=target.device)[None]
-        states = tap_features(target, ids, places, torch.ones_like(ids), taps).taps_BTC
+        states = features_of_text(target, answer.token_ids, taps).taps_BTC
         by_tap = dict(zip(taps, states.chunk(len(taps), dim=-1), strict=True))
         counts += torch.tensor([float(_num_predictions(answer, depth)) for depth in range(DEPTHS)])
         for shift in shifts:
             features = torch.cat([by_tap[tap + shift] for tap in declared], dim=-1)
             hits[shift] += torch.tensor(correct_by_depth(drafter, vocab, features, answer))
     return [
-        Agreement(
+        TapAgreement(
             shift,
             tuple(tap + shift for tap in declared),
             tuple((hits[shift] / counts.clamp_min(1)).tolist()),
@@ -87,25 +86,26 @@ def probe(
     ]
 
 
-def judge(found: Sequence[Agreement]) -> list[str]:
-    """Warnings: a shifted convention that agrees better than the declared one, or a drafter that agrees with nothing."""
+def tap_warnings(found: Sequence[TapAgreement]) -> list[str]:
+    """Warnings where shifted taps agree better than the declared ones, or where the drafter agrees with nothing."""
     declared, best = found[0], max(found, key=lambda agreement: agreement.by_depth[0])
     if best.by_depth[0] > declared.by_depth[0] + CLEARLY_BETTER:
         taps = " ".join(map(str, best.taps))
         return [
-            f"taps {list(best.taps)} agree better than the declared {list(declared.taps)} ({best.by_depth[0]:.2f} against "
-            f"{declared.by_depth[0]:.2f}): the file seems to count the other side of a layer; import again with --taps {taps}"
+            f"taps {list(best.taps)} agree better than the declared {list(declared.taps)} ({best.by_depth[0]:.2f} "
+            f"against {declared.by_depth[0]:.2f}): the file seems to count the other side of a layer; "
+            f"import again with --taps {taps}"
         ]
     if best.by_depth[0] < NEAR_ZERO:
         return [
-            f"the drafter agrees with the target on {best.by_depth[0]:.0%} of the tokens: another target, another tokenizer, a wrong "
-            "embedding, or it was never trained"
+            f"the drafter agrees with the target on {best.by_depth[0]:.0%} of the tokens: another target, another "
+            "tokenizer, a wrong embedding, or it was never trained"
         ]
     return []
 
 
 def read_chats(paths: Sequence[Path], limit: int) -> list[list[dict[str, str]]]:
-    """The first `limit` chats of JSONL files with `messages` or `prompt`, in turns from each file."""
+    """The first `limit` chats of JSONL files with `messages` or `prompt`, one from each file in turn."""
     files = []
     for path in paths:
         if not path.is_file():
@@ -125,8 +125,8 @@ def _chat(line: str, where: str) -> list[dict[str, str]]:
 
 
 @torch.inference_mode()
-def greedy_answers(target: Target, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Written]:
-    """What the target writes, token by token, all prompts together; an end-of-turn token is the last of its answer."""
+def greedy_answers(target: Target, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyAnswer]:
+    """Greedy decoding of all prompts together; an end-of-turn token is the last of its answer."""
     facts, slots = target.facts, max(map(len, prompts)) + new_tokens
     pool = KvPool.allocate(
         facts.num_hidden_layers,
@@ -156,9 +156,10 @@ def greedy_answers(target: Target, prompts: Sequence[Sequence[int]], new_tokens:
 
 
 @torch.inference_mode()
-def correct_by_depth(drafter: Eagle3Drafter, vocab: VocabMap, taps_1SC: Tensor, answer: Written) -> list[float]:
-    """At how many of the answer's tokens the drafter's first choice was right, for each depth: a plain unroll, all
-    anchors in parallel.
+def correct_by_depth(drafter: Eagle3Drafter, vocab: VocabMap, taps_1SC: Tensor, answer: GreedyAnswer) -> list[float]:
+    """Number of the answer's tokens that the drafter's first choice equals, by depth: a plain unroll from all anchors.
+
+    `taps_1SC` are the target's features of `answer`.
     """
     ids = torch.tensor([answer.token_ids], device=taps_1SC.device)
     hidden = drafter.fuse(taps_1SC.to(drafter.fc.weight.dtype))
@@ -195,18 +196,16 @@ def _attend_own(steps: list[dict[int, tuple[Tensor, Tensor]]], anchors: int) -> 
     return attend
 
 
-def _num_predictions(answer: Written, depth: int) -> int:
-    """Tokens of the answer that a step of this depth predicts: the first ones have no anchor where the prompt is that
-    short.
-    """
+def _num_predictions(answer: GreedyAnswer, depth: int) -> int:
+    """Number of the answer's tokens that a step of this depth predicts; behind a short prompt the first have no anchor."""
     return len(answer.token_ids) - max(answer.answer_start, PREDICT_AHEAD + depth)
 
 
-def _until_end(row: list[int], prompt_length: int, end_token_ids: Sequence[int]) -> Written:
+def _until_end(row: list[int], prompt_length: int, end_token_ids: Sequence[int]) -> GreedyAnswer:
     for place in range(prompt_length, len(row)):
         if row[place] in end_token_ids:
-            return Written(row[: place + 1], prompt_length)
-    return Written(row, prompt_length)
+            return GreedyAnswer(row[: place + 1], prompt_length)
+    return GreedyAnswer(row, prompt_length)
 
 
 def _prompt_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:

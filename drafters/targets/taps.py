@@ -1,0 +1,88 @@
+"""Tap features of a target: hidden states at its tap layers, read by forward hooks.
+
+Shapes: B packed rows, T positions, H target hidden size, C = number of taps * H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from drafters.targets.target import Target
+from infer.kernels.attention.context import DocumentContext
+
+
+class TapOutput(NamedTuple):
+    """Features of packed rows: the concatenated taps, and the hidden state that the head reads (after the final norm)."""
+
+    taps_BTC: Tensor
+    last_hidden_BTH: Tensor
+
+
+@contextmanager
+def taps_of(target: Target, tap_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Context in which every forward of the target stores the inputs of the layers `tap_ids` in the yielded mapping.
+
+    `tap_ids` are indices into transformers' `hidden_states`: tap i is the INPUT of decoder layer i.
+    """
+    found: dict[int, Tensor] = {}
+
+    def keep(tap: int) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found[tap] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    handles = [target.layers[tap].register_forward_pre_hook(keep(tap), with_kwargs=True) for tap in tap_ids]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()  # not inference_mode: training saves these tensors for its backward
+def tap_features(
+    target: Target, token_ids_BT: Tensor, positions_BT: Tensor, document_ids_BT: Tensor, tap_ids: Sequence[int]
+) -> TapOutput:
+    """One forward over packed rows; attention stays inside documents. No logits are computed."""
+    context = DocumentContext(document_ids_BT)
+    arguments: dict[str, Any] = {
+        "input_ids": token_ids_BT,
+        "position_ids": positions_BT,
+        "use_cache": False,
+        "context": context,
+    }
+    with taps_of(target, tap_ids) as found:
+        hidden = (
+            _through_whole(target.model, arguments)
+            if target.sharded
+            else target.model.get_decoder()(**arguments).last_hidden_state
+        )
+    return TapOutput(torch.cat([found[tap] for tap in tap_ids], dim=-1), hidden)
+
+
+@torch.inference_mode()
+def features_of_text(target: Target, token_ids: Sequence[int], tap_ids: Sequence[int]) -> TapOutput:
+    """Taps and last hidden states [1, T, ...] of one text, as the target reads it (teacher forcing)."""
+    ids_1T = torch.tensor([token_ids], device=target.device)
+    positions_1T = torch.arange(ids_1T.shape[1], device=target.device)[None]
+    return tap_features(target, ids_1T, positions_1T, torch.ones_like(ids_1T), tap_ids)
+
+
+def _through_whole(model: Any, arguments: dict[str, Any]) -> Tensor:
+    """The decoder's output by a forward of the whole model, since FSDP gathers weights from its root down.
+
+    The head then computes one row of logits, which is dropped.
+    """
+    kept: list[Tensor] = []
+    handle = model.get_decoder().register_forward_hook(lambda _, __, output: kept.append(output.last_hidden_state))
+    try:
+        model(**arguments, logits_to_keep=1)
+    finally:
+        handle.remove()
+    return kept[0]
