@@ -1,4 +1,4 @@
-"""What several files of this folder share, made once for a test process."""
+"""Fixtures that several files of this folder share, made once per test process."""
 
 from __future__ import annotations
 

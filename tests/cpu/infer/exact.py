@@ -1,10 +1,8 @@
-"""fp32, greedy, on the real target: AR, SD and SSD in ten settings write the same tokens: `python -m
-tests.cpu.infer.exact --prompts 72`.
+"""AR, SD and SSD write the same tokens on the real target in fp32: `python -m tests.cpu.infer.exact --prompts 72`.
 
-The settings are chosen so that any two values of two settings meet in one of them at least. "few blocks" is a KV pool
-that holds two or three requests: others wait, and some are sent away in the middle of their answers. "few branches" is
-one branch a round: nearly every look-up misses. Texts may part only where the target's two best logits are closer than
-1e-4 (`margin`).
+Ten settings of SD and SSD cover every pair of values of two settings. "few blocks" is a KV pool that holds two or
+three requests: others wait, and some are preempted in the middle of their answers. "few branches" is one branch per round:
+nearly every look-up misses. Texts may differ only where the target's two best logits are closer than 1e-4 (`margin`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Target and drafter as bookkeepers: keys are texts, so that every read says whether it found what has to be there.
+"""A simulated target and drafter for the real engine: KV slots hold texts, not keys, so that every read is checked.
 
-A key slot holds the text it stands for (all tokens up to its own), as a number. A forward checks that a row sees
-exactly the beginnings of its own text, each once, in slots that were written for them: whatever scheduler, blocks or
-caches mix up, leave out or publish early is found where it is read. The next token is a fixed function of the text,
-which the drafter knows with errors.
+A slot holds the text it stands for (all tokens up to its own), as a number. A forward checks that a row sees exactly
+the prefixes of its own text, each once, in slots that were written for them. An error of the scheduler, the block pool
+or a cache is found where the wrong slot is read. The next token is a fixed function of the text, and the drafter
+predicts it with errors.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""A long life of an engine with a draft process of its own, on a tiny model: `python -m tests.cpu.infer.soak
---requests 10000`.
+"""Soak test of an engine with its draft process, on a tiny model: `python -m tests.cpu.infer.soak --requests 10000`.
 
-Short requests come and go, many with beginnings that were there before, some as long as the context; some are
-cancelled somewhere; the draft process is killed, or stopped for a while or for good, again and again. Every token is
-compared with what the target says alone, no step may take longer than a drafter may be waited for, both sides' books
-have to be right, and memory must not grow.
+Short requests come and go, many with prompts that share a prefix with earlier ones, some as long as the context. Some
+are cancelled, and the draft process is killed, or stopped for a while or for good, again and again. Every token has to
+be the target's own, no step may outlast the wait for a drafter, both sides' block counts have to be right, and memory
+must not grow.
 """
 
 from __future__ import annotations
