@@ -1,4 +1,4 @@
-"""The drafter on its own device: weights packed, keys in a pool of regions, one forward over rows of several requests.
+"""Runs the drafter on a paged KV pool: packed weights, one forward over rows of several requests.
 
 R rows, H drafter hidden size, B branches, K look-ahead.
 """
@@ -25,8 +25,8 @@ BLOCK = 16
 
 
 class DraftModel:
-    """Runs an `Eagle3Drafter`'s weights on paged keys. A request's region holds its slots in order, then whatever a
-    round drafts.
+    """Runs an `Eagle3Drafter`'s weights on paged keys. A request's blocks hold its committed slots in order, then the
+    in-flight slots and the tree nodes of a round.
     """
 
     def __init__(self, loaded: LoadedDrafter, pool_tokens: int) -> None:

@@ -1,8 +1,9 @@
 """AR, SD and SSD write the same tokens on the real target in fp32: `python -m tests.cpu.infer.exact --prompts 72`.
 
 Ten settings of SD and SSD cover every pair of values of two settings. "few blocks" is a KV pool that holds two or
-three requests: others wait, and some are preempted in the middle of their answers. "few branches" is one branch per round:
-nearly every look-up misses. Texts may differ only where the target's two best logits are closer than 1e-4 (`margin`).
+three requests: others wait, and some are preempted in the middle of their answers. "few branches" is one branch
+per round: nearly every look-up misses. Texts may differ only where the target's two best logits are closer than
+1e-4 (`margin`).
 """
 
 from __future__ import annotations
