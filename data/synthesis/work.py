@@ -8,7 +8,6 @@ is missing.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,14 @@ from typing import Any
 from pydantic import Field
 
 from drafters.base.errors import UserError
+from drafters.base.files import atomic_write_text
 from drafters.base.settings import Settings, build_settings
 
 SETTINGS_FILE = "settings.json"
 
 
 class RunSettings(Settings):
-    """What the rows of a run depend on. Batch size, device and the number of tokens asked for may change on the way."""
+    """What the rows of a run depend on. Batch size, device and the number of tokens may change between runs."""
 
     target: str
     target_weight_hash: str
@@ -53,15 +53,14 @@ def begin(work: Path, settings: RunSettings, say: Callable[[str], None]) -> None
             was, now = getattr(before, name), getattr(settings, name)
             if was != now:
                 raise UserError(
-                    f"{work} was begun with {name} = {was!r}, this command has {now!r}: give the same, or another --out"
+                    f"{work} was begun with {name} = {was!r}, this command has {now!r}: "
+                    "give the same, or another --out"
                 )
         return
     if any(work.glob("*.jsonl")):
         say(f"{work} holds lines of a run that kept no settings: going on as if they were the same")
     work.mkdir(parents=True, exist_ok=True)
-    beside = work / f".{SETTINGS_FILE}.{os.getpid()}"
-    beside.write_text(json.dumps(settings.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
-    beside.replace(work / SETTINGS_FILE)
+    atomic_write_text(work / SETTINGS_FILE, json.dumps(settings.model_dump(mode="json"), indent=2) + "\n")
 
 
 def read_settings(work: Path) -> RunSettings | None:

@@ -7,7 +7,6 @@ Shapes: V target vocabulary, Vd draft vocabulary.
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters.base.errors import UserError
+from drafters.base.files import atomic_write
 
 
 class VocabMap:
@@ -102,7 +102,5 @@ def cached_vocabulary(counts_V: Tensor, size: int, tokenizer_hash: str, director
         return VocabMap.from_offsets(load_file(file)["d2t"], len(counts_V))
     vocab = VocabMap.by_frequency(counts_V, size)
     directory.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    save_file({"d2t": vocab.d2t().contiguous()}, beside)
-    beside.replace(file)
+    atomic_write(file, lambda temporary: save_file({"d2t": vocab.d2t().contiguous()}, temporary))
     return vocab

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from drafters.base.files import atomic_write_text
 from drafters.eagle3_ssd.card import read_card
 from drafters.eagle3_ssd.speed import PairedTokens, retention
 from infer.config import BASELINE, EngineSettings, Mode
@@ -213,10 +214,8 @@ def machine_facts() -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write to a file beside it and rename that, so that a reader never sees half a file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    """Write the file atomically, so that a reader never sees half of it."""
+    atomic_write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def _output(name: str, answer: Request) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters.base.errors import UserError
+from drafters.base.files import atomic_write_text
 
 Rounds = Mapping[str, int]  # request -> its round: the number of committed tokens the verification starts from
 TARGET, DRAFTER = "target", "draft process"
@@ -143,9 +144,7 @@ def _write(recorder: _Recorder, started: int) -> None:
         lines = part.read_text(encoding="utf-8").splitlines(keepends=True)
         spans = [tuple(json.loads(line)) for line in lines if line.endswith("\n")]  # a kill may cut the last one
         events += _events(spans, int(part.suffixes[-2][1:]), DRAFTER, started)
-    beside = recorder.path.with_name(f".{recorder.path.name}.{os.getpid()}.partial")
-    beside.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n", encoding="utf-8")
-    os.replace(beside, recorder.path)
+    atomic_write_text(recorder.path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
     for part in _parts(recorder.path):
         part.unlink()
 

@@ -11,8 +11,8 @@ from uuid import uuid4
 
 import torch
 
+from drafters.base.files import atomic_write_text
 from train.config import TrainSettings
-from train.trainer.files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb-run-id"
@@ -132,4 +132,4 @@ def keep_until(file: Path, step: int) -> None:
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [line for line in lines if line.endswith("\n") and json.loads(line).get("step", 0) <= step]
     if kept != lines:
-        write_whole(file, lambda beside: beside.write_text("".join(kept), encoding="utf-8"))
+        atomic_write_text(file, "".join(kept))

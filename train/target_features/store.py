@@ -25,9 +25,9 @@ from torch import Tensor
 
 from data.chat.pack import PackedRow
 from drafters.base.errors import UserError
+from drafters.base.files import atomic_write, atomic_write_text
 from drafters.targets.target import Target
 from train.target_features.features import Features, compute_features
-from train.trainer.files import write_whole
 
 INDEX = "index.json"
 POLL_SECONDS = 0.5
@@ -128,8 +128,7 @@ def write_indices(
     for plan in new:
         plan.place.mkdir(parents=True, exist_ok=True)
         index = {"shards": plan.names, "rows_per_shard": plan.rows_per_shard, "num_rows": len(plan.rows)}
-        content = json.dumps(index)
-        write_whole(plan.place / INDEX, lambda beside, content=content: beside.write_text(content, encoding="utf-8"))
+        atomic_write_text(plan.place / INDEX, json.dumps(index))
 
 
 def remove_leftovers(place: Path) -> None:
@@ -204,7 +203,7 @@ def write_shard(plan: StorePlan, number: int, parts: Iterable[Sequence[PackedRow
         name: torch.cat([getattr(part, name) for part in computed])[:size].contiguous() for name in Features._fields
     }
     try:
-        write_whole(plan.place / plan.names[number], lambda beside: save_file(tensors, beside))
+        atomic_write(plan.place / plan.names[number], lambda temporary: save_file(tensors, temporary))
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{plan.place} cannot be written ({error}): make room, then run again; it goes on with the next shard"

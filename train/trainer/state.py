@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafters.base.errors import UserError
+from drafters.base.files import atomic_write, remove_temporary
 from train.objective.visits import DepthCounts
-from train.trainer.files import remove_partial, write_whole
 
 SUFFIX = ".safetensors"
 PATTERN = f"step-*{SUFFIX}"
@@ -59,14 +59,14 @@ class Saved(NamedTuple):
 def save_state(directory: Path, state: TrainingState, progress: Progress, settings_key: str, keep: int) -> Path:
     """Write `directory/step-N.safetensors` and remove all but the newest `keep`."""
     directory.mkdir(parents=True, exist_ok=True)
-    remove_partial(directory)
+    remove_temporary(directory)
     tensors = {f"weights.{name}": tensor for name, tensor in state.weights.items()}
     for moment, by_name in state.moments.items():
         tensors |= {f"{moment}.{name}": tensor for name, tensor in by_name.items()}
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     metadata = {"progress": json.dumps(progress._asdict()), "settings": settings_key, "updates": str(state.updates)}
     final = directory / f"step-{progress.step:07d}{SUFFIX}"
-    write_whole(final, lambda beside: save_file(plain, beside, metadata))
+    atomic_write(final, lambda temporary: save_file(plain, temporary, metadata))
     for old in states(directory)[:-keep]:
         old.unlink()
     return final

@@ -14,7 +14,6 @@ import torch
 
 from drafters.base.errors import UserError
 from train.monitor.metrics import keep_until
-from train.trainer import files
 from train.trainer.state import (
     MOMENTS,
     SAME_KEYPRESS_SECONDS,
@@ -90,12 +89,14 @@ def test_a_killed_writer_leaves_a_whole_state(tmp_path: Path) -> None:
     """Writers that do nothing else, killed 25 times at random moments: what is left is always a whole state, never an
     older one.
     """
+    began = time.monotonic()
     save_state(tmp_path, state(1, 300), Progress(1), "key", keep=1)
+    longest = max(0.06, 4 * (time.monotonic() - began))  # time for several states, on a busy machine too
     draw, newest, interrupted = random.Random(0), 1, 0
     for _ in range(25):
         child = multiprocessing.get_context("fork").Process(target=write_without_end, args=(tmp_path, newest))
         child.start()
-        time.sleep(draw.uniform(0.0, 0.06))
+        time.sleep(draw.uniform(0.0, longest))
         assert child.pid is not None
         os.kill(child.pid, signal.SIGKILL)
         child.join()
@@ -113,15 +114,6 @@ def write_without_end(directory: Path, since: int) -> None:
     while True:
         number += 1
         save_state(directory, state(number, 300), Progress(number), "key", keep=1)
-
-
-def test_content_reaches_the_disk_before_its_name_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    real_fsync, real_replace = os.fsync, os.replace
-    monkeypatch.setattr(files.os, "fsync", lambda handle: (done.append("fsync"), real_fsync(handle)))
-    monkeypatch.setattr(files.os, "replace", lambda a, b: (done.append("replace"), real_replace(a, b)))
-    files.write_whole(tmp_path / "x", lambda beside: beside.write_text("y"))
-    assert done == ["fsync", "replace", "fsync"] and (tmp_path / "x").read_text() == "y"
 
 
 def test_records_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
