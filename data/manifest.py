@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from drafters.base.errors import UserError
+from drafters.base.files import atomic_write_text
 from drafters.base.settings import Settings, build_settings
 from drafters.targets.identity import TargetIdentity
 from drafters.targets.template import TemplateOptions, differences
@@ -77,14 +77,9 @@ def checksums(directory: Path, paths: list[Path]) -> dict[str, str]:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> Path:
-    """Write `directory/manifest.json` beside its final name and rename it, so that a reader never sees half of it."""
-    final = directory / MANIFEST_NAME
-    partial = directory / f".{MANIFEST_NAME}.{os.getpid()}"
-    partial.write_text(
-        json.dumps(manifest.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
-    os.replace(partial, final)
-    return final
+    """Write `directory/manifest.json` atomically, so that a reader never sees half of it."""
+    content = json.dumps(manifest.model_dump(mode="json"), indent=2, ensure_ascii=False)
+    return atomic_write_text(directory / MANIFEST_NAME, content + "\n")
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -5,9 +5,9 @@ run.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from data.manifest import MANIFEST_NAME, Manifest, Run, Sampling, check_files, c
 from data.prompts import Overlap, Prompt, shared_runs
 from data.synthesis.work import RunSettings, read_lines, read_settings, unfinished
 from drafters.base.errors import UserError
+from drafters.base.files import atomic_write_group
 from drafters.targets.identity import TargetIdentity
 from drafters.targets.template import differences
 
@@ -209,17 +210,17 @@ def _write_parts(rows: Sequence[Row], out: Path) -> list[Path]:
     columns = dict.fromkeys(key for row in rows for key in row)
     out.mkdir(parents=True, exist_ok=True)
     names = ["corpus.parquet"] if len(parts) == 1 else [f"corpus-{number:02d}.parquet" for number in range(len(parts))]
-    for name, part in zip(
-        names, parts, strict=True
-    ):  # beside their places first, so that a stop leaves the old corpus whole
-        table = pa.Table.from_pylist([{key: _column(row, key) for key in columns} for row in part])
-        pq.write_table(table, out / f".{name}", compression="zstd", compression_level=19)
     old = read_manifest(out).files if (out / MANIFEST_NAME).is_file() else ()
+
+    def write_part(path: Path, part: Sequence[Row]) -> None:
+        table = pa.Table.from_pylist([{key: _column(row, key) for key in columns} for row in part])
+        pq.write_table(table, path, compression="zstd", compression_level=19)
+
+    files = [out / name for name in names]
+    atomic_write_group({file: partial(write_part, part=part) for file, part in zip(files, parts, strict=True)})
     for name in set(old) - set(names):
         (out / name).unlink(missing_ok=True)
-    for name in names:
-        os.replace(out / f".{name}", out / name)
-    return [out / name for name in names]
+    return files
 
 
 def _column(row: Row, name: str) -> Any:

@@ -1,10 +1,11 @@
-"""The canonical drafter directory: `model.safetensors` (EAGLE-3 keys), `config.json` and the card. Loading is strict."""
+"""Saving and loading a drafter directory: `model.safetensors` (EAGLE-3 keys), `config.json` and the drafter card.
+
+Loading is strict: a missing, unknown or misshaped tensor is an error (drafters/eagle3_ssd/README.md, section 2).
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters.base.errors import UserError
+from drafters.base.files import atomic_write_directory
 from drafters.eagle3_ssd.card import DrafterCard, read_card, write_card
 from drafters.eagle3_ssd.config import DrafterConfig, from_config_json, to_config_json
 from drafters.eagle3_ssd.model import Eagle3Drafter
@@ -28,9 +30,7 @@ EMBEDDINGS = "embed_tokens.weight"
 
 
 class DrafterFiles(NamedTuple):
-    """A drafter directory as it lies on disk, checked: `tensors` are the parameters, `embed_tokens.weight` only where
-    the file has it.
-    """
+    """The checked content of a drafter directory; `tensors` hold `embed_tokens.weight` only where the file does."""
 
     config: DrafterConfig
     card: DrafterCard
@@ -39,9 +39,7 @@ class DrafterFiles(NamedTuple):
 
 
 class LoadedDrafter(NamedTuple):
-    """A drafter read from a directory. `warnings` are lines for the user: the drafter works, but was made for
-    something else.
-    """
+    """A drafter read from a directory. `warnings` say, line by line, in what the target differs from the drafter's."""
 
     model: Eagle3Drafter
     vocab: VocabMap
@@ -67,20 +65,15 @@ def save_drafter(
 def write_files(
     directory: str | Path, tensors: Mapping[str, Tensor], config_json: Mapping[str, Any], card: DrafterCard
 ) -> Path:
-    """Write the three files beside and then rename, so that an interrupted write leaves the old directory whole."""
-    final = Path(directory)
-    beside = final.with_name(f".{final.name}.{os.getpid()}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        beside / WEIGHTS_FILE,
-        metadata={"format": "pt"},
-    )
-    (beside / "config.json").write_text(json.dumps(config_json, indent=2) + "\n", encoding="utf-8")
-    write_card(beside, card)
-    _replace_directory(beside, final)
-    return final
+    """Write the three files atomically: an interrupted write leaves the old directory as it was."""
+
+    def write(place: Path) -> None:
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, place / WEIGHTS_FILE, metadata={"format": "pt"})
+        (place / "config.json").write_text(json.dumps(config_json, indent=2) + "\n", encoding="utf-8")
+        write_card(place, card)
+
+    return atomic_write_directory(Path(directory), write)
 
 
 def vocab_tensors(vocab: VocabMap) -> dict[str, Tensor]:
@@ -129,9 +122,7 @@ def model_of(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Eagle3Drafter:
-    """The drafter with these parameters; `embed_tokens` are the target's, taken where `tensors` hold none of their
-    own.
-    """
+    """The drafter with the parameters `tensors`; the target's `embed_tokens` [V, H] stand in where they hold none."""
     whole = dict(tensors)
     if EMBEDDINGS not in whole:
         assert embed_tokens is not None, f"no {EMBEDDINGS} among {len(whole)} tensors, and none from the target"
@@ -146,7 +137,10 @@ def model_of(
 
 
 def check_fits(config: DrafterConfig, card: DrafterCard, facts: TargetFacts, where: str) -> list[str]:
-    """Refuse a drafter that cannot serve this target; return warnings where it can, but was made for something else."""
+    """Warnings about differences between the target and the one the drafter was trained for.
+
+    Raises `UserError` for another tokenizer, vocabulary size or hidden size, with which it cannot work.
+    """
     needs = "use the target named in its card, or train a drafter for this one"
     for name, made_for, given in (
         ("tokenizer", card.tokenizer_hash, facts.tokenizer_hash),
@@ -155,7 +149,8 @@ def check_fits(config: DrafterConfig, card: DrafterCard, facts: TargetFacts, whe
     ):
         if made_for is not None and made_for != given:
             raise UserError(
-                f"drafter {where} was made for {name} {made_for} (target {card.target}), {facts.name} has {given}; {needs}"
+                f"drafter {where} was made for {name} {made_for} (target {card.target}), "
+                f"{facts.name} has {given}; {needs}"
             )
     warnings = []
     if card.tokenizer_hash is None:
@@ -190,7 +185,8 @@ def read_config_json(place: Path) -> dict[str, Any]:
 def _read_tensors(file: Path) -> dict[str, Tensor]:
     if not file.is_file():
         raise UserError(
-            f"no such file: {file}; drafters are read from safetensors only (python -m drafters.convert import reads others)"
+            f"no such file: {file}; drafters are read from safetensors only "
+            "(python -m drafters.convert import reads others)"
         )
     try:
         return load_file(file)
@@ -223,7 +219,8 @@ def check_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor], where: P
         expected = {name: tuple(tensor.shape) for name, tensor in Eagle3Drafter(config).state_dict().items()}
     for name in sorted(expected.keys() - tensors.keys() - {EMBEDDINGS}):
         raise UserError(
-            f"{where}: tensor {name!r} is missing; the drafter is incomplete, or its config.json belongs to another one"
+            f"{where}: tensor {name!r} is missing; "
+            "the drafter is incomplete, or its config.json belongs to another one"
         )
     for name in sorted(tensors.keys() - expected.keys()):
         raise UserError(
@@ -234,14 +231,3 @@ def check_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor], where: P
             raise UserError(
                 f"{where}: tensor {name!r} has shape {tuple(tensor.shape)}, config.json asks for {expected[name]}"
             )
-
-
-def _replace_directory(beside: Path, final: Path) -> None:
-    """Put `beside` in the place of `final`; a directory cannot be renamed over a full one, so the old one steps aside
-    first.
-    """
-    aside = final.with_name(f".{final.name}.{os.getpid()}.old")
-    if final.exists():
-        final.rename(aside)
-    beside.rename(final)
-    shutil.rmtree(aside, ignore_errors=True)

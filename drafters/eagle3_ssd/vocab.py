@@ -1,5 +1,4 @@
-"""The draft vocabulary: a strictly increasing subset of the target's ids, and its three forms (ids, offsets,
-membership).
+"""Draft vocabulary: the subset of the target's ids that the drafter can propose, as ids, offsets and membership.
 
 Shapes: V target vocabulary, Vd draft vocabulary.
 """
@@ -29,7 +28,8 @@ class VocabMap:
             )
         if bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
             raise UserError(
-                f"the draft vocabulary has to be strictly increasing ids below {vocab_size}; it runs from {int(ids[0])} to {int(ids[-1])}: "
+                f"the draft vocabulary has to be strictly increasing ids below {vocab_size}; "
+                f"it runs from {int(ids[0])} to {int(ids[-1])}: "
                 "the map is damaged, or an index was stored where an offset belongs"
             )
         self.draft_to_target = ids
@@ -42,7 +42,8 @@ class VocabMap:
         """The `size` most frequent target ids; ties go to the smaller id."""
         if size > len(counts_V):
             raise UserError(
-                f"draft_vocab_size = {size} is larger than the target's vocabulary of {len(counts_V)}; take at most that"
+                f"draft_vocab_size = {size} is larger than the target's vocabulary of {len(counts_V)}; "
+                "take at most that"
             )
         most_frequent = torch.sort(counts_V, descending=True, stable=True).indices[:size]
         return cls(most_frequent.sort().values, len(counts_V))
@@ -93,9 +94,7 @@ class VocabMap:
 
 
 def cached_vocabulary(counts_V: Tensor, size: int, tokenizer_hash: str, directory: Path) -> VocabMap:
-    """`VocabMap.by_frequency`, kept in `directory` under a name that depends on the tokenizer, the data (by its
-    counts) and the size.
-    """
+    """`VocabMap.by_frequency`, cached in `directory` by tokenizer, token counts and size."""
     content = f"{tokenizer_hash}:{size}:".encode() + counts_V.to("cpu", torch.int64).numpy().tobytes()
     file = directory / f"draft-vocabulary-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
     if file.is_file():

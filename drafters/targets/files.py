@@ -1,6 +1,6 @@
-"""From what the user calls a target to a directory transformers can load: local directory, hub id, GGUF file, builtin.
+"""Resolves a target's name to a directory or hub id that transformers loads; converts GGUF files and builtin targets.
 
-Conversions are written beside their place and renamed, so that an interrupted one is redone and never half used.
+Conversions are written atomically, so that an interrupted one is redone and never half used.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from drafters.base.errors import UserError, unknown_name
+from drafters.base.files import atomic_write_directory
 
 MARKER = "conversion-complete"
 
@@ -141,29 +141,18 @@ def _convert(gguf: Path, place: Path) -> None:
 
     print(f"converting {gguf.name} to bf16 safetensors (once) ...", file=sys.stderr, flush=True)
     logging.disable_progress_bar()
-    beside = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+    folder, name = str(gguf.parent), gguf.name
     try:
-        folder, name = str(gguf.parent), gguf.name
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-            options = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
-            model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, **options)
-        except (OSError, ValueError, KeyError, NotImplementedError) as error:
-            raise UserError(f"{gguf} could not be read as a GGUF model: {error}") from error
-        model.config._name_or_path = ""
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+        options = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, **options)
+    except (OSError, ValueError, KeyError, NotImplementedError) as error:
+        raise UserError(f"{gguf} could not be read as a GGUF model: {error}") from error
+    model.config._name_or_path = ""
+
+    def write(beside: Path) -> None:
         model.bfloat16().save_pretrained(beside)
         tokenizer.save_pretrained(beside)
         (beside / MARKER).write_text("")
-        _put_in_place(beside, place)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
-
-def _put_in_place(beside: Path, place: Path) -> None:
-    if place.is_dir() and not (place / MARKER).is_file():
-        shutil.rmtree(place)  # a directory without the marker is not whole, whoever left it
-    try:
-        beside.rename(place)
-    except OSError:
-        if not (place / MARKER).is_file():  # otherwise another process was faster, and its result is as good
-            raise
+    atomic_write_directory(place, write)  # in place of a directory without the marker too, whoever left it
