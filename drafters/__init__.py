@@ -1,1 +1,1 @@
-"""Drafters and the targets they are made for: what training writes and serving reads."""
+"""Drafters and their targets: the model and checkpoint that training writes and serving reads."""

@@ -1,4 +1,4 @@
-"""Drafters in and out: import EAGLE-3 heads that other projects trained, export ours to the engines that read them.
+"""Command that imports EAGLE-3 heads from other projects and exports drafters to the formats of other engines.
 
 python -m drafters.convert import SOURCE --out DIR [--target T]
 python -m drafters.convert export DRAFTER --to FORMAT --out DIR [--target T]
@@ -39,18 +39,19 @@ USUAL_DEPTH, USUAL_LENGTH = 7, 2048  # of EAGLE-3's public heads, which do not s
 DESCRIPTION = "Import EAGLE-3 heads that other projects trained, and export drafters to the engines that read them."
 EXAMPLES = """\
   python -m drafters.convert import path/to/eagle3-head --out runs/imported/mine-eagle3 --target TARGET
-  python -m drafters.convert export runs/train/mine/best-eagle3 --to sglang --out runs/exported/mine-eagle3 --target TARGET
-  accelerate launch train/eagle3_selfcond.py --config RECIPE drafter.init=runs/imported/mine-eagle3   (fine-tunes what was imported)"""
+  python -m drafters.convert export runs/train/mine/best-eagle3 --to sglang --out runs/mine-eagle3 --target TARGET
+  fine-tune what was imported:
+  accelerate launch train/eagle3_selfcond.py --config RECIPE drafter.init=runs/imported/mine-eagle3"""
 IMPORT_DESCRIPTION = """\
-Read an EAGLE-3 head of EAGLE, SpecForge (SGLang), vLLM or speculators, and write it as a drafter directory: training goes on from
-it (drafter.init), serving loads it. Pickled files are read for their tensors alone.
+Read an EAGLE-3 head of EAGLE, SpecForge (SGLang), vLLM or speculators, and write it as a drafter directory: training
+goes on from it (drafter.init), serving loads it. Pickled files are read for their tensors alone.
 
-With --target it ends with a probe: the target answers a few prompts, and the drafter's agreement is shown at its taps and at those
-one layer beside, since a wrong tap convention raises no error and costs nearly all acceptance."""
+With --target it ends with a probe: the target answers a few prompts, and the drafter's agreement is shown at its taps
+and at those one layer beside, since a wrong tap convention raises no error and costs nearly all acceptance."""
 EXPORT_DESCRIPTION = """\
-Write a drafter in the format of another engine: eagle, sglang (SpecForge too), vllm, speculators, or ssd (the SSD reference
-engine). What a format cannot hold is refused by name. The embeddings are the target's; --target names it where the drafter's file
-leaves them out."""
+Write a drafter in the format of another engine: eagle, sglang (SpecForge too), vllm, speculators, or ssd (the SSD
+reference engine). What a format cannot hold is refused by name. The embeddings are the target's; --target names it
+where the drafter's file leaves them out."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -205,7 +206,7 @@ def _card_of_import(options: argparse.Namespace, head: ForeignDrafter, target: T
 
 
 def _settle_embeddings(tensors: dict[str, Tensor], target: Target | None, hidden_size: int) -> list[str]:
-    """Drop a copy of the target's embeddings; keep others, and say so. A head with none has to have the target's size."""
+    """Drop a copy of the target's embeddings; keep others, with a note. A head with none needs the target's size."""
     import torch
 
     from drafters.eagle3_ssd.checkpoint import EMBEDDINGS
@@ -216,7 +217,8 @@ def _settle_embeddings(tensors: dict[str, Tensor], target: Target | None, hidden
     if own is None:
         if theirs.shape[1] != hidden_size:
             raise UserError(
-                f"the head has no {EMBEDDINGS} and hidden_size {hidden_size}, the target's is {theirs.shape[1]}: nothing fits"
+                f"the head has no {EMBEDDINGS} and hidden_size {hidden_size}, the target's is {theirs.shape[1]}: "
+                "import it with its own target"
             )
         return []
     if own.shape == theirs.shape and torch.equal(own.to(theirs.dtype), theirs):
@@ -238,7 +240,8 @@ def _show_probe(found: Sequence[TapAgreement], num_prompts: int) -> list[str]:
     from drafters.tap_probe import DEPTHS, tap_warnings
 
     print(
-        f"probe: {num_prompts} prompts, {found[0].num_tokens} tokens of the target's answers; share on which the drafter agrees"
+        f"probe: {num_prompts} prompts, {found[0].num_tokens} tokens of the target's answers; "
+        "share on which the drafter agrees"
     )
     print(f"  {'taps (hidden_states)':32}" + "".join(f"{f'depth {depth}':>9}" for depth in range(DEPTHS)))
     names = {0: "as declared", -1: "one layer lower", 1: "one layer higher"}
@@ -265,7 +268,7 @@ def _local(source: str) -> Path:
 
 
 def _target_numbers(spec: str) -> TargetNumbers:
-    """What the target's config says, without loading its weights."""
+    """Numbers of the target's config, read without its weights."""
     from transformers import AutoConfig
 
     from drafters.targets.files import resolve_target
@@ -281,7 +284,7 @@ def _target_numbers(spec: str) -> TargetNumbers:
 
 
 def _target_embeddings(spec: str) -> Tensor:
-    """The target's embeddings [V, H]; of a directory of safetensors that one tensor alone is read."""
+    """The target's embeddings [V, H]; from a directory of safetensors only that tensor is read."""
     from safetensors import safe_open
 
     from drafters.targets.files import resolve_target

@@ -43,7 +43,7 @@ class GreedyAnswer(NamedTuple):
 
 
 class TapAgreement(NamedTuple):
-    """Share of the target's tokens that the drafter's first choice equals, by depth, with taps moved by `shift` layers."""
+    """Share of the target's tokens that the drafter ranks first, by depth, with taps moved by `shift` layers."""
 
     shift: int
     taps: tuple[int, ...]
@@ -58,7 +58,7 @@ def probe_taps(
     prompts: Sequence[Sequence[dict[str, str]]],
     new_tokens: int,
 ) -> list[TapAgreement]:
-    """TapAgreement at the drafter's taps (first), one layer lower and one higher, over `prompts` (messages of a chat)."""
+    """Agreement at the drafter's taps (first), one layer lower and one layer higher, over the chats `prompts`."""
     rendered = [_prompt_ids(target.tokenizer, messages) for messages in prompts]
     written = greedy_answers(target, rendered, new_tokens)
     declared = drafter.config.tap_hidden_states_ids
@@ -197,7 +197,7 @@ def _attend_own(steps: list[dict[int, tuple[Tensor, Tensor]]], anchors: int) -> 
 
 
 def _num_predictions(answer: GreedyAnswer, depth: int) -> int:
-    """Number of the answer's tokens that a step of this depth predicts; behind a short prompt the first have no anchor."""
+    """Number of the answer's tokens that a step of this depth predicts: after a short prompt not the first ones."""
     return len(answer.token_ids) - max(answer.answer_start, PREDICT_AHEAD + depth)
 
 

@@ -1,1 +1,1 @@
-"""What every part stands on: errors, settings, pages for people."""
+"""Shared base: settings, user errors, logging, atomic writes, progress, bootstrap intervals and HTML reports."""

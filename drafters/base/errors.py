@@ -1,5 +1,4 @@
-"""What a user did wrong, said once: the exception, and the one place where commands turn it into a line and an exit
-code.
+"""User errors: the exception `UserError`, and `run_command`, which turns it into one line and an exit status.
 
 Nothing here imports torch, so `--help` and a mistyped key answer at once.
 """

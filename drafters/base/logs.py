@@ -1,4 +1,4 @@
-"""The one set-up of logging: `--log-level` of every command, and the level of the processes that a command starts.
+"""Logging set-up: `--log-level` of every command, and the level of the processes that a command starts.
 
 The level holds for the project's own loggers. Libraries stay at `warning`: at `debug` some log every file they open.
 """

@@ -1,6 +1,4 @@
-"""Pages for people: one HTML file each, with the plots as SVG inside and nothing to fetch. Reports of training and of
-serving use it.
-"""
+"""Self-contained HTML reports with tables and inline SVG plots; training and evaluation write them."""
 
 from __future__ import annotations
 
@@ -13,22 +11,28 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1d2127; background: #fff; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1d2127; background: #fff; }
+body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.6rem; margin-bottom: 0; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem; }
 .sub, .note { color: #5b626c; } .note { font-size: .9rem; max-width: 46rem; }
 .cards { display: flex; flex-wrap: wrap; gap: 1rem; margin: 1.2rem 0; }
-.card { border: 1px solid #dfe2e6; border-radius: .5rem; padding: .7rem 1.1rem; } .card b { font-size: 1.7rem; display: block; }
+.card { border: 1px solid #dfe2e6; border-radius: .5rem; padding: .7rem 1.1rem; }
+.card b { font-size: 1.7rem; display: block; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #e7e9ec; white-space: nowrap; }
 th { font-weight: 600; font-size: .85rem; } th:first-child, td:first-child { text-align: left; }
-svg { max-width: 100%; height: auto; } dt { font-weight: 600; } dd { margin: 0 0 .5rem 0; } code { background: #f3f4f6; padding: 0 .25rem; }
+svg { max-width: 100%; height: auto; } dt { font-weight: 600; } dd { margin: 0 0 .5rem 0; }
+code { background: #f3f4f6; padding: 0 .25rem; }
 """
 
 
 def page(title: str, subtitle: str, parts: Sequence[str]) -> str:
     """The whole page; `parts` are HTML, empty ones are left out."""
     top = f"<h1>{text(title)}</h1><p class='sub'>{text(subtitle)}</p>"
-    head = f"<meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>{text(title)}</title><style>{STYLE}</style>"
+    head = (
+        "<meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
+        f"<title>{text(title)}</title><style>{STYLE}</style>"
+    )
     body = "\n".join(filter(None, (top, *parts)))
     return f"<!doctype html>\n<html lang='en'><head>{head}</head><body>\n{body}\n</body></html>\n"
 

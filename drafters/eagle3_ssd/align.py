@@ -1,13 +1,16 @@
-"""The slot alignment of EAGLE-3, stated once (`ssd.md` §5 counts from 1; here everything counts from 0).
+"""Slot alignment of EAGLE-3: which token, feature and position a drafter step pairs (drafters/eagle3_ssd/README.md,
+section 1).
 
 Slot j pairs the embedding of token j+1 with the feature of position j, sits at rotary position j, and predicts token
 j+2.
 
-    position   0     1     2     3        tokens  x0 x1 x2 x3
-    slot 0:  (emb x1, h0) -> x2           slot 1: (emb x2, h1) -> x3       slot 2: (emb x3, h2) -> x4, the first new token
+    tokens   x0 x1 x2 x3, with features h0 h1 h2 h3
+    slot 0   (emb x1, h0) -> x2
+    slot 1   (emb x2, h1) -> x3
+    slot 2   (emb x3, h2) -> x4, the first new token
 
-The first token has no slot that embeds it, and the newest feature waits for the token that follows it. Drafting one
-step further keeps the rule: step d at anchor p stands for slot p+d, with the drafter's own output as its feature.
+The first token has no slot that embeds it, and the newest feature waits for the token that follows it. Deeper steps
+keep the rule: step d at anchor p stands for slot p+d, with the drafter's own output as its feature.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ PREDICT_AHEAD = 2
 
 
 class Slot(NamedTuple):
-    """Which positions one drafter step touches."""
+    """Positions of one drafter step: of the embedded token, its feature, its rotary angle and the predicted token."""
 
     embedded: int
     feature: int
@@ -28,8 +31,7 @@ class Slot(NamedTuple):
 
 
 def slot(anchor: int, depth: int = 0) -> Slot:
-    """The positions of step `depth` at `anchor`: `feature` is where its feature belongs, true at depth 0 and drafted
-    beyond.
+    """The positions of step `depth` at `anchor`; its feature is true at depth 0 and the drafter's own beyond.
 
     `slot(7)` is token 8 with feature 7, at rotary position 7, predicting token 9; `slot(7, 2)` is token 10 with the
     output of step 1, at rotary position 9, predicting token 11.
@@ -39,7 +41,8 @@ def slot(anchor: int, depth: int = 0) -> Slot:
 
 
 def num_slots(num_features: int, num_tokens: int) -> int:
-    """How many slots are complete, given features of positions 0.. and tokens 0..: each needs its feature and the
-    token after it.
+    """Number of complete slots, given the features of the first positions and the first tokens of a text.
+
+    A slot needs its feature and the token after it: `num_slots(4, 5)` and `num_slots(5, 5)` are 4.
     """
     return max(0, min(num_features, num_tokens - EMBED_AHEAD))

@@ -1,5 +1,5 @@
-"""How far a drafter's confidence can be trusted: P(accepted) as a function of the probability it gave the token.
-Torch-free.
+"""Platt scaling of the drafter's confidence: P(token accepted) from the probability that the drafter gave it
+(torch-free).
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from typing import NamedTuple
 import numpy as np
 
 CLIP = 1e-6  # confidences are kept that far from 0 and 1, where their logit would be infinite
-PRIOR = 1.0  # pulls towards "as it says" with the weight of about one observation, so that few or separable ones have a fit too
+PRIOR = 1.0  # weight, in observations, of slope 1 and intercept 0: few or separable observations have a fit too
 
 
 class Calibration(NamedTuple):
-    """P(accepted) = 1 / (1 + exp(-(slope * logit(confidence) + intercept))). Slope 1, intercept 0: the drafter is
-    right about itself.
+    """P(accepted) = sigmoid(slope * logit(confidence) + intercept).
+
+    Slope 1 and intercept 0 are those of a drafter whose probabilities are calibrated already.
     """
 
     slope: float
     intercept: float
 
     def probability(self, confidence: float) -> float:
-        """The calibrated probability that a token drafted with `confidence` is accepted, where those before it were."""
+        """P(a token drafted with probability `confidence` is accepted, given that those before it were)."""
         return 1 / (1 + math.exp(-(self.slope * float(_logit(np.array(confidence))) + self.intercept)))
 
 

@@ -1,4 +1,6 @@
-"""The drafter card: what a drafter was made for and from, how well it drafts, and what serving needs to plan with it."""
+"""The drafter card: target, training data, settings, held-out figures, and the statistics that outcome policies use
+(drafters/eagle3_ssd/README.md, section 2).
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ CARD_FILE = "drafter_card.json"
 
 
 class OutcomeLaw(Settings):
-    """The fitted outcome law of `ssd.md` §3: position k accepted with probability `a`; miss(F) = min(1, A F^-r),
-    miss(0) = 1.
+    """The fitted law of outcomes (infer/draft/README.md, section 1).
+
+    Each token is accepted with probability `a`; the bonus token is missed with probability min(1, A F^-r) at fan-out
+    F, and always at F = 0.
     """
 
     a: float = Field(ge=0.0, le=1.0)
@@ -26,8 +30,8 @@ class OutcomeLaw(Settings):
 
 
 class Measured(Settings):
-    """The measured twin: `reach[k]` = P(k accepted), k = 0..K; `recall[k][F-1]` = P(bonus token in the top F | k
-    accepted).
+    """Measured tables: `reach[k]` = P(exactly k accepted), k = 0..K, and `recall[k][F-1]` = P(bonus token among the
+    first F choices, given k).
     """
 
     reach: tuple[float, ...]
@@ -35,8 +39,9 @@ class Measured(Settings):
 
 
 class Confidence(Settings):
-    """How drafted tokens fare: P(accepted) = sigmoid(slope * logit(the drafter's probability) + intercept), see
-    `calibration.py`.
+    """Calibration of drafted tokens: P(accepted) = sigmoid(slope * logit(the drafter's probability) + intercept).
+
+    `calibration.py` fits it.
     """
 
     slope: float
@@ -44,19 +49,17 @@ class Confidence(Settings):
 
 
 class DrafterCard(Settings):
-    """Stored beside the weights as `drafter_card.json`. Serving warns where it does not fit, and refuses another
-    tokenizer.
+    """The content of `drafter_card.json`, beside the weights.
 
-    A hash is None where a drafter was imported without its target: then nobody has compared it.
+    Serving refuses another tokenizer and warns about other differences (`checkpoint.check_fits`). A hash is None where
+    the drafter was imported without its target.
     """
 
     target: str
     target_weight_hash: str | None
     tokenizer_hash: str | None
     template_hash: str | None
-    template_options: dict[str, Any] = Field(
-        default_factory=dict, description="of `drafters.targets.template`, as training rendered"
-    )
+    template_options: dict[str, Any] = Field(default_factory=dict, description="see `drafters.targets.template`")
     commit: str | None = None
     data: dict[str, Any] = Field(default_factory=dict)
     training: dict[str, Any] = Field(default_factory=dict)

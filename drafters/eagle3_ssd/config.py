@@ -1,6 +1,4 @@
-"""The drafter's configuration, and its `config.json` as EAGLE, SGLang, vLLM and the SSD reference engine read it.
-Torch-free.
-"""
+"""The drafter's configuration and its `config.json`, in both tap conventions and both RoPE styles (torch-free)."""
 
 from __future__ import annotations
 
@@ -48,7 +46,8 @@ class DrafterConfig(Settings):
     def _fits_together(self) -> DrafterConfig:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads ({self.num_attention_heads}) has to be a multiple of num_key_value_heads ({self.num_key_value_heads})"
+                f"num_attention_heads ({self.num_attention_heads}) has to be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) has to be even: rotary embeddings turn pairs")
@@ -72,13 +71,14 @@ def default_taps(target_layers: int) -> tuple[int, int, int]:
     """EAGLE-3's three taps, as `hidden_states` indices: 2, L//2 and L-3 (a low, a middle and an upper one)."""
     if target_layers < 6:
         raise UserError(
-            f"the target has {target_layers} layers; the default taps need 6: set the tap ids yourself (tap_hidden_states_ids)"
+            f"the target has {target_layers} layers; the default taps need 6: "
+            "set the tap ids yourself (tap_hidden_states_ids)"
         )
     return 2, target_layers // 2, target_layers - 3
 
 
 def to_config_json(config: DrafterConfig, dtype: str = "bfloat16") -> dict[str, Any]:
-    """The content of `config.json`: both RoPE styles and both tap conventions (input of layer i; output of layer i)."""
+    """The content of `config.json`, with taps as inputs of layers and, in `eagle_config`, as outputs of layers."""
     taps = list(config.tap_hidden_states_ids)
     return {
         "architectures": [ARCHITECTURE],
@@ -97,15 +97,14 @@ def to_config_json(config: DrafterConfig, dtype: str = "bfloat16") -> dict[str, 
 
 
 def from_config_json(content: Mapping[str, Any], where: str) -> DrafterConfig:
-    """Read a `config.json`. `where` stands in the errors: a missing size, or two statements that disagree, are
-    refused.
-    """
+    """Read a `config.json`. Raises `UserError`, starting with `where`, for a missing size or contradictory values."""
     if content.get("architectures") != [ARCHITECTURE]:
         found = content.get("architectures")
         raise UserError(f"{where}: architectures = {found!r}, expected [{ARCHITECTURE!r}]: this is no EAGLE-3 drafter")
     if content.get("norm_before_residual"):
         raise UserError(
-            f"{where}: norm_before_residual = true is not supported; export the drafter with norm_before_residual false"
+            f"{where}: norm_before_residual = true is not supported; "
+            "export the drafter with norm_before_residual false"
         )
     fields = {name: content[name] for name in DrafterConfig.model_fields if name in content}
     fields["rope_theta"] = theta_from_json(content, where)
@@ -123,8 +122,9 @@ def from_config_json(content: Mapping[str, Any], where: str) -> DrafterConfig:
 
 
 def taps_from_json(content: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    """The taps as `hidden_states` indices, from layer inputs (top level), layer outputs (`eagle_config`), or both
-    where they agree.
+    """The taps as `hidden_states` indices, from layer inputs (top level) or layer outputs (`eagle_config`).
+
+    Raises `UserError` where both are stated and disagree.
     """
     inputs = content.get("eagle_aux_hidden_state_layer_ids")
     outputs = (content.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
@@ -132,11 +132,12 @@ def taps_from_json(content: Mapping[str, Any], where: str) -> tuple[int, ...]:
     found = converted if inputs is None else list(inputs)
     if found is None:
         raise UserError(
-            f"{where}: eagle_aux_hidden_state_layer_ids is missing; it names the three layers whose inputs the drafter reads"
+            f"{where}: eagle_aux_hidden_state_layer_ids is missing; "
+            "it names the three layers whose inputs the drafter reads"
         )
     if converted is not None and found != converted:
         raise UserError(
-            f"{where}: eagle_aux_hidden_state_layer_ids = {found} (layer inputs) disagrees with eagle_config's {outputs} "
-            f"(layer outputs, one less each); correct one of them"
+            f"{where}: eagle_aux_hidden_state_layer_ids = {found} (layer inputs) disagrees with eagle_config's "
+            f"{outputs} (layer outputs, one less each); correct one of them"
         )
     return tuple(found)

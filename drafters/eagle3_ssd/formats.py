@@ -1,10 +1,8 @@
-"""The drafter formats of other engines: what each can hold, and how a drafter is written in it. Torch-free but for
-tensor names.
+"""Drafter formats of other engines: what each can represent, and the `config.json` of an export (torch-free).
 
-All of them hold EAGLE-3's tensors under nearly the same names; they differ in the first layer's prefix, in where the
-config stands, and in which layers' states they take for features. Names that say `inputs` count the INPUT of target
-layer i (as `hidden_states` of transformers), names that say `outputs` its OUTPUT, which is one less for the same
-tensor.
+All of them hold EAGLE-3's tensors under nearly the same names. They differ in the first layer's prefix, in the layout
+of the config, and in how tap layers are counted (drafters/eagle3_ssd/README.md, section 3). Variables called `inputs`
+count the INPUT of target layer i (transformers' `hidden_states`), `outputs` its OUTPUT: one less for the same tensor.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ class TargetNumbers(NamedTuple):
 
 
 def refuse_unrepresentable(kind: Format, config: DrafterConfig, target: TargetNumbers | None) -> None:
-    """Raise `UserError`, by name, for what the format's engine would drop or read otherwise, without a word."""
+    """Raise `UserError` for the first setting that the format's engine would silently drop or read otherwise."""
     reader = READERS[kind]
     if config.num_hidden_layers > 1 and not reader.several_layers:
         others = ", ".join(f"--to {other}" for other in Format if READERS[other].several_layers)
@@ -76,7 +74,8 @@ def refuse_unrepresentable(kind: Format, config: DrafterConfig, target: TargetNu
     if config.rope_scaling and not reader.scaled_rope:
         others = ", ".join(f"--to {other}" for other in Format if READERS[other].scaled_rope)
         raise UserError(
-            f"rope_scaling = {config.rope_scaling.rope_type}: {reader.engine} has no such scaling for a drafter; {others} have"
+            f"rope_scaling = {config.rope_scaling.rope_type}: {reader.engine} has no such scaling for a drafter; "
+            f"{others} have"
         )
     for name in EXTRA_NORMS:
         if getattr(config, name) and name not in reader.norms:
@@ -89,13 +88,15 @@ def refuse_unrepresentable(kind: Format, config: DrafterConfig, target: TargetNu
             raise UserError(f"{name} = true: {reader.engine} does not apply this norm{remedy}")
     if reader.follows_target and target is None:
         raise UserError(
-            f"--target is missing: {reader.engine} takes rope_theta and the taps from the target, and they have to be compared"
+            f"--target is missing: {reader.engine} takes rope_theta and the taps from the target, "
+            "and they have to be compared"
         )
     taps = config.tap_hidden_states_ids
     wanted = default_taps(target.num_hidden_layers if target else taps[2] + 3)  # the last default tap is L - 3
     if reader.default_taps and taps != wanted:
         raise UserError(
-            f"tap_hidden_states_ids = {list(taps)}: {reader.engine} taps {list(wanted)}, whatever a drafter's config says"
+            f"tap_hidden_states_ids = {list(taps)}: {reader.engine} taps {list(wanted)}, "
+            "whatever a drafter's config says"
         )
     if reader.follows_target and target and config.rope_theta != target.rope_theta:
         theirs = f"{reader.engine} would use the target's, {target.rope_theta:g}"
@@ -112,8 +113,9 @@ def rename_first_layer(tensors: Mapping[str, T], old: str, new: str) -> dict[str
 def emit_config(
     kind: Format, config: DrafterConfig, dtype: str, lookahead: int, target: TargetNumbers | None
 ) -> dict[str, Any]:
-    """The `config.json` of a drafter in another format. `lookahead` is what a reader that wants a default number of
-    tokens gets.
+    """The `config.json` of a drafter in another format.
+
+    `lookahead` is the default number of speculative tokens, for formats that state one.
     """
     content = to_config_json(config, dtype)
     content = {name: value for name, value in content.items() if value or name not in EXTRA_NORMS}

@@ -1,7 +1,7 @@
-"""Reading drafters that other projects trained: EAGLE, SpecForge (SGLang), plain vLLM and speculators.
+"""Import of EAGLE-3 heads from other projects: EAGLE, SpecForge (SGLang), plain vLLM and speculators.
 
-A head is taken as it is or refused by the name of the key that this project does not have; nothing is skipped in
-silence.
+A head with a part that this project does not have is refused, by the name of the key; nothing is dropped silently
+(drafters/eagle3_ssd/README.md, section 3).
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ VERIFIER_PARTS = (
 
 
 class ForeignDrafter(NamedTuple):
-    """A head in our terms. `tensors` have canonical names and the dtype they were stored in; `notes` are lines for the
-    user.
-    """
+    """A head under canonical tensor names, in the dtype it was stored in; `notes` are lines for the user."""
 
     kind: Format
     config: DrafterConfig
@@ -148,9 +146,7 @@ def _refuse_parts(tensors: Mapping[str, Tensor], place: Path) -> None:
 
 
 def _read_weights(place: Path) -> dict[str, Tensor]:
-    """All tensors of a directory: of its safetensors files, else of pickled ones, of which nothing but tensors is
-    read.
-    """
+    """All tensors of a directory's safetensors files, else of its pickled ones (tensors alone are unpickled)."""
     files = sorted(place.glob("*.safetensors")) or sorted(place.glob("*.bin"))
     if not files:
         raise UserError(f"{place} holds no .safetensors or .bin file")
@@ -214,7 +210,8 @@ def _config(
             f"{where}: the weights hold norms of the taps (fc_norm.*), but fc_norm is not true; set it in the config"
         )
     try:
-        return DrafterConfig(**sizes, **switches, rope_theta=theta, rope_scaling=scaling, tap_hidden_states_ids=taps)  # type: ignore[arg-type]
+        sizes |= {"rope_theta": theta, "rope_scaling": scaling, "tap_hidden_states_ids": taps}
+        return DrafterConfig.model_validate(sizes | switches)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "sizes"
@@ -222,20 +219,22 @@ def _config(
 
 
 def _switch(content: Mapping[str, Any], name: str) -> bool:
-    """A switch of an EAGLE-3.1 variant, at the top of the config or in `eagle_config`, where some trainers write it."""
+    """A switch of an EAGLE-3.1 variant, at the top of the config or, as some trainers write it, in `eagle_config`."""
     return bool(content.get(name) or (content.get("eagle_config") or {}).get(name))
 
 
 def _leave_out(tensors: dict[str, Tensor], config: DrafterConfig, place: Path, notes: list[str]) -> None:
-    """Take out what is no parameter of the head: stored frequencies, which have to be the config's, and the target's
-    own parts.
+    """Remove tensors that are no parameters of the head: the target's own, and rotary frequencies.
+
+    Frequencies have to be those of the config; `UserError` otherwise.
     """
     frequencies = inverse_frequencies(config.rope, torch.device("cpu"))
     for name in [name for name in tensors if name.endswith("rotary_emb.inv_freq")]:
         stored = tensors.pop(name).float()
         if stored.shape != frequencies.shape or not torch.allclose(stored, frequencies, rtol=1e-2):
             raise UserError(
-                f"{place}: tensor {name!r} disagrees with the config's rotary embedding; correct rope_theta or rope_scaling"
+                f"{place}: tensor {name!r} disagrees with the config's rotary embedding; "
+                "correct rope_theta or rope_scaling"
             )
     for name in VERIFIER_PARTS:
         if tensors.pop(name, None) is not None:
@@ -243,9 +242,7 @@ def _leave_out(tensors: dict[str, Tensor], config: DrafterConfig, place: Path, n
 
 
 def _vocab(tensors: dict[str, Tensor], config: DrafterConfig, place: Path, notes: list[str]) -> VocabMap:
-    """The draft vocabulary: `d2t` as offsets, all ids where the head covers the whole vocabulary, `t2d` made where it
-    is missing.
-    """
+    """The draft vocabulary. Without `d2t` the head has to cover the whole vocabulary; a missing `t2d` is computed."""
     if "d2t" not in tensors and config.draft_vocab_size == config.vocab_size:
         tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
         notes.append("no d2t, and the head covers the whole vocabulary: draft ids are target ids")

@@ -1,5 +1,5 @@
-"""Which outcomes of a verification a speculation is prepared for (ssd.md, section 3), and how these branches are
-numbered.
+"""Outcome policies: how the budget of branches is spread, which bonus tokens are prepared, how branches are numbered
+(infer/draft/README.md, section 1).
 
 An outcome is (k, t): the first k of K speculated tokens were accepted and t is the bonus token after them. Branches
 are numbered by k first, then by rank: branch `offsets[k] + i` is the (i+1)-th choice of a bonus token after k accepted
@@ -69,7 +69,7 @@ def statistics_of(card: DrafterCard, after_hit: bool) -> OutcomeStatistics:
 
 
 class Branches(NamedTuple):
-    """The chosen outcomes of one round, in the numbering of this module."""
+    """The chosen outcomes of one round, one entry per branch."""
 
     ks: tuple[int, ...]
     tokens: tuple[int, ...]

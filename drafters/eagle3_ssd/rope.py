@@ -1,4 +1,4 @@
-"""Rotary embedding as a config states it: theta and scaling, in the old style, the new one, or both. Torch-free.
+"""RoPE settings of a config: theta and scaling, read and written in the styles of transformers 4 and 5 (torch-free).
 
 Old style (transformers 4): `rope_theta` and `rope_scaling` at the top. New style (transformers 5): both in
 `rope_parameters`. A file may state both; they have to agree. The frequencies are computed in `model.py`.
@@ -60,9 +60,7 @@ class Rope(NamedTuple):
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by: 1 but for yarn (its paper's 0.1 ln(factor) + 1, or what the config
-        states).
-        """
+        """Factor of cosines and sines: 1, except for yarn, where it is 0.1 ln(factor) + 1 or the config's value."""
         scaling = self.scaling
         if scaling is None or scaling.rope_type != "yarn":
             return 1.0
@@ -99,9 +97,7 @@ def theta_from_json(content: Mapping[str, Any], where: str, default: float | Non
 
 
 def scaling_from_json(content: Mapping[str, Any], where: str) -> RopeScaling | None:
-    """The scaling that `content` states, or None. One that is not supported, or stated twice and differently, is
-    refused by name.
-    """
+    """The scaling that `content` states, or None. Raises `UserError` where it is unsupported or contradictory."""
     stated: dict[str, RopeScaling | None] = {}
     for key in ("rope_scaling", "rope_parameters"):
         part = content.get(key)
@@ -109,7 +105,8 @@ def scaling_from_json(content: Mapping[str, Any], where: str) -> RopeScaling | N
             stated[key] = _scaling(part, f"{where}: {key}")
     if content.get("partial_rotary_factor") not in WHOLE:
         raise UserError(
-            f"{where}: partial_rotary_factor = {content['partial_rotary_factor']} is not supported; heads are rotated whole"
+            f"{where}: partial_rotary_factor = {content['partial_rotary_factor']} is not supported; "
+            "heads are rotated whole"
         )
     found = list(stated.values())
     if len(found) == 2 and found[0] != found[1]:
@@ -134,7 +131,8 @@ def _scaling(part: Mapping[str, Any], where: str) -> RopeScaling | None:
     kind = part.get("rope_type", part.get("type"))
     if part.get("partial_rotary_factor") not in WHOLE:
         raise UserError(
-            f"{where}: partial_rotary_factor = {part['partial_rotary_factor']} is not supported; heads are rotated whole"
+            f"{where}: partial_rotary_factor = {part['partial_rotary_factor']} is not supported; "
+            "heads are rotated whole"
         )
     if kind == "default" or kind is None:
         return None

@@ -1,4 +1,6 @@
-"""The quantities that speculation is judged by, and the speed that they predict (ssd.md, sections 5 to 7). Torch-free.
+"""Figures of speculative decoding and the speed that they predict: tokens per round, acceptance, retention, staleness.
+
+The formulas are explained in infer/README.md, section 3, staleness in infer/draft/README.md, section 3. Torch-free.
 
 Times are in seconds. "Accepted" counts drafted tokens; tokens per round count the bonus token too.
 """
@@ -17,7 +19,7 @@ from drafters.base.bootstrap import Interval, bootstrap_interval
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """Measured times of one machine, in seconds."""
+    """Measured times of one machine, in seconds or, for predictions, in verifications."""
 
     autoregressive: float  # one plain one-token step of the target
     verify: float  # one verification of K + 1 tokens
@@ -54,9 +56,7 @@ class StepCosts:
 
 
 class PairedTokens(NamedTuple):
-    """Of one prompt, over its hit rounds: their number, and the tokens accepted of what was served and of what a fresh
-    draft had given.
-    """
+    """Of one prompt: number of hit rounds, and tokens accepted in them, of what was served and of a fresh draft."""
 
     rounds: int
     served: int
@@ -64,8 +64,8 @@ class PairedTokens(NamedTuple):
 
 
 def retention(prompts: Sequence[PairedTokens], resamples: int = 2000, seed: int = 0) -> Interval | None:
-    """Tokens per round of the cached speculations that were served over those of fresh ones at the same contexts
-    (section 7).
+    """Tokens per round of the cached speculations that were served, over those of fresh ones at the same contexts
+    (infer/README.md, section 3).
 
     The interval draws prompts again with replacement. None where no round was a hit. `[(2, 1, 2), (1, 1, 2)]` gives
     (3 + 2) / (3 + 4) = 0.714: three rounds, two tokens accepted of four.

@@ -1,4 +1,4 @@
-"""What identifies a target: hashes of its weights, tokenizer and chat template, and the sizes of its config (torch-free).
+"""Identity and facts of a target: hashes of weights, tokenizer and chat template, and sizes from its config.
 
 Drafter cards and data manifests keep the hashes: a drafter serves the target whose text it was trained on.
 """
@@ -124,7 +124,7 @@ def template_hash(tokenizer: Any) -> str:
 
 
 def _weight_hash(path: Path, config: Any) -> str:
-    """Hash of a directory's safetensors (name, size, first and last MiB of each); of the config where there are none."""
+    """Hash of a directory's safetensors (name, size, first and last MiB of each), else of the config."""
     digest = hashlib.sha256()
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     for file in files:

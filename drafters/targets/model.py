@@ -36,7 +36,7 @@ def load_model(spec: str, path: str, dtype: torch.dtype, device: str, attention:
 
 
 def whole_weight(module: Any, spec: str, what: str) -> Tensor:
-    """The weight of the head or the embeddings, whole and of floating point. Collective for a sharded model."""
+    """The weight of the head or the embeddings, unsharded (a collective). Raises `UserError` if quantised."""
     weight = whole(module.weight.detach())
     if not usable(weight):
         raise UserError(
@@ -46,12 +46,12 @@ def whole_weight(module: Any, spec: str, what: str) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor's whole content; others are whole already. Collective for a sharded one."""
+    """The full content of a sharded tensor (a collective); any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def usable(weight: Tensor) -> bool:
-    """Whether the numbers of a weight are the weight: a quantised one needs its scales."""
+    """Whether a weight is stored as plain floating point, not quantised."""
     return weight.is_floating_point() and weight.element_size() >= 2
 
 

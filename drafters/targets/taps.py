@@ -17,7 +17,7 @@ from infer.kernels.attention.context import DocumentContext
 
 
 class TapOutput(NamedTuple):
-    """Features of packed rows: the concatenated taps, and the hidden state that the head reads (after the final norm)."""
+    """Features of packed rows: the concatenated taps, and the last hidden state (after the final norm)."""
 
     taps_BTC: Tensor
     last_hidden_BTH: Tensor

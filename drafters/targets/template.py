@@ -1,6 +1,4 @@
-"""How the target's chat template is asked: the options that training data, the drafter card and serving have to agree
-on (torch-free).
-"""
+"""Options of the target's chat template, which training data, drafter card and serving have to share (torch-free)."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from drafters.base.settings import Settings
 
 
 class TemplateOptions(Settings):
-    """Given to the chat template beside the messages. What is None is not given, so the template's own default holds."""
+    """Arguments of the chat template beside the messages. None is not passed, so the template's own default holds."""
 
     enable_thinking: bool | None = Field(default=None, description="for templates that know it, such as Qwen3's")
     tools: str | None = Field(
@@ -29,13 +27,13 @@ class TemplateOptions(Settings):
         return {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
 
     def read_tools(self) -> tuple[dict[str, Any], ...]:
-        """The definitions of the file `tools`; none without it. Raises `UserError` where it is no JSON list of
+        """The definitions in the file `tools`; none without it. Raises `UserError` for anything but a JSON list of
         objects.
         """
         return () if self.tools is None else _read_tools(self.tools)
 
     def recorded(self) -> dict[str, Any]:
-        """What manifests and cards keep: the options that were given, a file of tools by its hash."""
+        """The options that were given, for manifests and cards; a file of tools is recorded by its hash."""
         kept = self.arguments()
         if self.tools is not None:
             kept["tools"] = hashlib.sha256(json.dumps(self.read_tools(), sort_keys=True).encode()).hexdigest()[:16]
