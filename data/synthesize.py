@@ -243,7 +243,7 @@ def _answerer(options: argparse.Namespace, template: TemplateOptions) -> tuple[A
     import torch
 
     from data.synthesis.answerers import TargetAnswerer
-    from data.synthesis.batch_generate import BatchGenerator
+    from data.synthesis.generation import BatchGenerator
     from drafters.targets.target import load_target
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -261,7 +261,7 @@ def _plans(options: argparse.Namespace, chats: Sequence[Conversation]) -> list[P
 
 def _write_prompts(options: argparse.Namespace, target: Any, generator: Any, work: Path) -> list[Plan]:
     """All user turns of this shard: drawn from `data.synthesis.seeds`, completed by the target."""
-    from data.synthesis.batch_generate import Ask
+    from data.synthesis.generation import Continuation
 
     share = options.response_tokens // options.count
     drawn = {}
@@ -270,7 +270,7 @@ def _write_prompts(options: argparse.Namespace, target: Any, generator: Any, wor
     file = work / f"prompts-{options.index}.jsonl"
     done = {line["key"]: line for line in mend(file)}
     asks = [
-        Ask(
+        Continuation(
             key,
             _user_turn(target.tokenizer, o.text),
             options.prompt_temperature,

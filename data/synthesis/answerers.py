@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from data.chat.render import render_prompt
 from data.chat.template import RenderError
-from data.synthesis.batch_generate import Ask, BatchGenerator
+from data.synthesis.generation import BatchGenerator, Continuation
 from data.synthesis.talks import Question, Reply
 from drafters.targets.target import Target
 from drafters.targets.template import TemplateOptions
@@ -26,7 +26,7 @@ class TargetAnswerer:
     ):
         self.target, self.generator, self.template = target, generator, template
         self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
-        self.waiting: deque[Ask] = deque()
+        self.waiting: deque[Continuation] = deque()
 
     def ask(self, question: Question, first: bool = False) -> str | None:
         """See `Answerer.ask`."""
@@ -36,8 +36,10 @@ class TargetAnswerer:
             return str(error)
         if len(ids) > self.max_prompt_tokens:
             return f"its prompt has {len(ids)} tokens, --max-prompt-tokens is {self.max_prompt_tokens}"
-        ask = Ask(question.key, tuple(ids), question.temperature, self.max_new_tokens, question.seed)
-        (self.waiting.appendleft if first else self.waiting.append)(ask)
+        if len(ids) >= self.generator.max_tokens:
+            return f"its prompt has {len(ids)} tokens, the target takes {self.generator.max_tokens}"
+        wanted = Continuation(question.key, tuple(ids), question.temperature, self.max_new_tokens, question.seed)
+        (self.waiting.appendleft if first else self.waiting.append)(wanted)
         return None
 
     def replies(self) -> Iterator[Reply]:

@@ -27,7 +27,7 @@ def documents_named(text: str) -> set[str]:
 
 def sections_cited(text: str) -> set[tuple[str, str]]:
     """Pairs (document, section number) of citations such as `infer/draft/README.md, section 3`, links included."""
-    return set(re.findall(r"((?:[\w-]+/)+README\.md)\)?,\s+(?:#\s*)?section\s+(\d+)", text))
+    return set(re.findall(r"((?:[\w-]+/)+README\.md)(?:\]\([^)\s]*\)|\))?,\s+(?:#\s*)?section\s+(\d+)", text))
 
 
 def map_of_rooms() -> str:
@@ -42,10 +42,9 @@ def map_of_rooms() -> str:
 
 
 def test_the_readers_of_citations_find_them() -> None:
-    text = (
-        "see infer/draft/README.md, section 3, and [train](../train/README.md), section 12; LOG.md, https://x.y/z.md"
-    )
-    assert sections_cited(text) == {("infer/draft/README.md", "3"), ("train/README.md", "12")}
+    text = "see infer/draft/README.md, section 3, [train](../train/README.md), section 12; LOG.md, https://x.y/z.md"
+    text += "; [data/README.md](../data/README.md), section 1"
+    assert sections_cited(text) == {("infer/draft/README.md", "3"), ("train/README.md", "12"), ("data/README.md", "1")}
     assert documents_named("see infer/README.md and LOG.md, https://x.y/z.md") == {"infer/README.md", "LOG.md"}
 
 

@@ -15,9 +15,9 @@ import pytest
 from data.chat.conversations import Conversation
 from data.chat.render import Example, render
 from data.inspection import coloured, count, main
-from data.target_check import top1_share
-from data.synthesis.batch_generate import Ask, BatchGenerator
+from data.synthesis.generation import BatchGenerator, Continuation
 from data.synthesis.work import mark_complete
+from data.target_check import top1_share
 from drafters.base.errors import run_command
 from drafters.targets.target import load_target
 from tests.chat_templates import CHATML, tokenizer_of
@@ -129,7 +129,7 @@ def test_the_probe_knows_the_targets_own_text(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loaded = load_target(str(target), "float32")
-    asks = [Ask(str(i), tuple(range(3 + i, 20 + i)), 0.0, 16, seed=0) for i in range(4)]
+    asks = [Continuation(str(i), tuple(range(3 + i, 20 + i)), 0.0, 16, seed=0) for i in range(4)]
     examples = []
     for answer in BatchGenerator(loaded, 4, 64).run(asks):
         prompt = list(asks[int(answer.key)].prompt_ids)
