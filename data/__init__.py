@@ -1,1 +1,1 @@
-"""Conversations in, packed token rows out: reading, rendering with the target's template, packing, prompts, manifests."""
+"""Conversations in, token rows out: corpora, prompts to measure on, manifests, and the commands that write and show them."""

@@ -1,1 +1,1 @@
-"""Drafters and their targets: the model and checkpoint that training writes and serving reads."""
+"""Drafters: conversion between layouts, and probes of a drafter against its target."""

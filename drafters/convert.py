@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drafters.base.errors import CommandParser, UserError, run_command
-from drafters.eagle3_ssd.formats import (
+from drafters.formats.layouts import (
     FIRST_LAYER,
     READERS,
     Format,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from drafters.eagle3_ssd.card import DrafterCard
-    from drafters.eagle3_ssd.formats_import import ForeignDrafter
+    from drafters.formats.foreign import ForeignDrafter
     from drafters.tap_probe import TapAgreement
     from drafters.targets.target import Target
 
@@ -118,7 +118,7 @@ def import_head(options: argparse.Namespace) -> int:
 
     from drafters.eagle3_ssd.checkpoint import EMBEDDINGS, check_fits, model_of, vocab_tensors, write_files
     from drafters.eagle3_ssd.config import to_config_json
-    from drafters.eagle3_ssd.formats_import import read_foreign
+    from drafters.formats.foreign import read_foreign
     from drafters.tap_probe import probe_taps
     from drafters.targets.target import DTYPES, load_target
 

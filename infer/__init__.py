@@ -1,3 +1,1 @@
-"""Serving: a target that verifies, a drafter that prepares speculations for the outcomes of the verification in
-flight.
-"""
+"""Serving: the commands, the Python API, and how an engine is launched."""

@@ -1,1 +1,1 @@
-"""Training: from conversations to a drafter. Reads the pivot `drafters.eagle3_ssd`, never `infer`."""
+"""Training: the command, its settings, dry run, report and speed measurement."""

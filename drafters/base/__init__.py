@@ -1,1 +1,1 @@
-"""Shared base: settings, user errors, logging, atomic writes, progress, bootstrap intervals and HTML reports."""
+"""Settings, user errors, logging, atomic writes, progress, bootstrap intervals, report pages."""

@@ -1,3 +1,1 @@
-"""The EAGLE-3 drafter for SSD: model, slot alignment, vocabulary map, outcomes and checkpoint, agreed on by training
-and serving.
-"""
+"""What training and serving agree on: the EAGLE-3 model, slot alignment, vocabulary map, outcomes, checkpoint, card."""

@@ -1,1 +1,1 @@
-"""Targets: from what the user names to a loaded transformers model, its taps and its chat template."""
+"""From what the user names to a loaded transformers model, its identity, its taps and its chat template."""

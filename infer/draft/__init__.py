@@ -1,1 +1,1 @@
-"""The draft process: look-up, sequential drafting, glue, outcomes, tree."""
+"""The draft process's side of a round: look-up, drafting in sequence, glue, choice of outcomes, tree."""

@@ -1,1 +1,1 @@
-"""What the two processes say to each other, and how it travels."""
+"""The messages between the two processes, their channel, and the draft process as a child."""

@@ -1,3 +1,1 @@
-"""Operations of inference, one folder each: `reference` is plain torch, `cpu` is compiled; imports nothing else of the
-project.
-"""
+"""Operations of inference, one folder each: `reference` is plain torch, `cpu` is compiled."""

@@ -1,1 +1,1 @@
-"""What both processes do in a round, recorded as a trace for Chrome, Perfetto, or a picture."""
+"""Traces of the rounds of both processes, for Perfetto or as a picture."""

@@ -21,6 +21,7 @@ ORDER = [
     "drafters.base",
     "drafters.targets",
     "drafters.eagle3_ssd",
+    "drafters.formats",
     "drafters",
     "data.manifest",
     "data.chat",

@@ -1,1 +1,1 @@
-"""What a run takes: FLOPs, bytes, hours, from shapes alone."""
+"""What a run takes, from shapes alone: FLOPs, bytes, hours."""

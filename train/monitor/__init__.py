@@ -1,1 +1,1 @@
-"""What a run shows: metrics, progress."""
+"""Metrics and progress of a run."""

@@ -1,1 +1,1 @@
-"""From features to a loss: unroll, supervision, losses, how often serving visits a depth."""
+"""From features to a loss: unroll, supervision, losses, visited depths."""

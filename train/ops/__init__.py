@@ -1,1 +1,1 @@
-"""Operations that only training uses, with gradients: `reference` is plain torch, `cpu` and `triton` are compiled."""
+"""Operations of training, with gradients: `reference` is plain torch, `cpu` and `triton` are compiled."""

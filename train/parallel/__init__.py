@@ -1,1 +1,1 @@
-"""How a run is spread over processes."""
+"""Distributed training: processes, DDP, FSDP2, ZeRO."""

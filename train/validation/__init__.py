@@ -1,1 +1,1 @@
-"""Held-out figures: serving, replayed round by round without the engine."""
+"""Held-out figures: serving replayed round by round, without the engine."""

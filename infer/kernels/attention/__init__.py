@@ -1,1 +1,1 @@
-"""Attention over a paged KV pool."""
+"""Attention over a paged KV pool, and the block pool."""

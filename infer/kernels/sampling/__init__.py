@@ -1,1 +1,1 @@
-"""From logits to tokens: processing, keyed draws, acceptance, Saguaro."""
+"""From logits to tokens: processing, keyed random numbers, acceptance, Saguaro sampling."""

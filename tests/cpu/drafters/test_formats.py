@@ -24,7 +24,7 @@ from drafters.base.errors import UserError
 from drafters.eagle3_ssd.card import DrafterCard
 from drafters.eagle3_ssd.checkpoint import load_drafter, read_files, save_drafter, vocab_tensors, write_files
 from drafters.eagle3_ssd.config import DrafterConfig, to_config_json
-from drafters.eagle3_ssd.formats import (
+from drafters.formats.layouts import (
     FIRST_LAYER,
     READERS,
     Format,
@@ -33,7 +33,7 @@ from drafters.eagle3_ssd.formats import (
     refuse_unrepresentable,
     rename_first_layer,
 )
-from drafters.eagle3_ssd.formats_import import read_foreign
+from drafters.formats.foreign import read_foreign
 from drafters.eagle3_ssd.model import Eagle3Drafter
 from drafters.eagle3_ssd.rope import RopeScaling
 from drafters.eagle3_ssd.vocab import VocabMap

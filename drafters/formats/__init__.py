@@ -1,0 +1,1 @@
+"""Layouts of EAGLE-3 heads that other engines read and other projects write: export, import, refusals by name."""
