@@ -31,11 +31,13 @@ QWEN3 = """\
 {%- if tools %}{{- '<|im_start|>system\n' }}
 {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
 {{- '<tools>' }}{%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}{{- '\n</tools><|im_end|>\n' }}
-{%- elif messages[0].role == 'system' %}{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{%- endif %}
+{%- elif messages[0].role == 'system' %}
+{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{%- endif %}
 {%- set found = namespace(query=-1) %}
 {%- for m in messages %}{%- if m.role == 'user' %}{%- set found.query = loop.index0 %}{%- endif %}{%- endfor %}
 {%- for m in messages %}
-{%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}
+{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
 {%- elif m.role == 'tool' %}{{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}
 {%- elif m.role == 'assistant' %}
 {%- set thought = m.reasoning_content or '' %}{%- set content = m.content %}
@@ -43,16 +45,19 @@ QWEN3 = """\
 {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
 {%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}
 {{- '<|im_start|>assistant\n' }}
-{%- if loop.index0 > found.query and (loop.last or thought) %}{{- '<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}{%- endif %}
+{%- if loop.index0 > found.query and (loop.last or thought) %}
+{{- '<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}{%- endif %}
 {{- content }}
 {%- for call in m.tool_calls or [] %}
-{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) + '}\n</tool_call>' }}
+{{- '<tool_call>\n{"name": "' + call.function.name
+  + '", "arguments": ' + (call.function.arguments | tojson) + '}\n</tool_call>' }}
 {%- endfor %}
 {{- '<|im_end|>\n' }}
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"""
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"""
 
 # The prompt opens the thinking; past answers keep what stands behind it.
 OPENS_THINKING = """\
@@ -73,7 +78,8 @@ MISTRAL = """\
 {%- if tools and loop.index0 + start == found.last %}{{- '[TOOLS] ' + (tools | tojson) + '[/TOOLS]' }}{%- endif %}
 {{- '[INST] ' + (messages[0].content + '\n\n' if start and loop.first else '') + m.content + ' [/INST]' }}
 {%- elif m.role == 'tool' %}{{- '[RESULTS] ' + m.content + '[/RESULTS]' }}
-{%- elif m.tool_calls %}{{- '[CALLS] ' + m.tool_calls[0].function.name + ' ' + (m.tool_calls[0].function.arguments | tojson) + '</s>' }}
+{%- elif m.tool_calls %}
+{{- '[CALLS] ' + m.tool_calls[0].function.name + ' ' + (m.tool_calls[0].function.arguments | tojson) + '</s>' }}
 {%- elif m.role == 'assistant' %}{{- ' ' + (m.content | trim) + '</s>' }}
 {%- else %}{{- raise_exception('a system message has to be the first') }}{%- endif %}
 {%- endfor %}"""
@@ -85,7 +91,8 @@ GEMMA = """\
 {%- for m in messages %}
 {%- if m.role not in ('user', 'assistant') %}{{- raise_exception('no role ' + m.role) }}{%- endif %}
 {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('user and model take turns') }}{%- endif %}
-{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else 'user') + '\n' + (m.content | trim) + '<end_of_turn>\n' }}
+{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else 'user') + '\n'
+  + (m.content | trim) + '<end_of_turn>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}"""
 

@@ -1,4 +1,4 @@
-"""What an engine answered, as held-out rows: so that figures without the engine can be compared with those it counted."""
+"""What an engine answered, as held-out rows, to compare figures without the engine with those that it counted."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What training and serving agree on: the EAGLE-3 model, slot alignment, vocabulary map, outcomes, checkpoint, card."""
+"""What training and serving agree on: the EAGLE-3 model, slot alignment, draft vocabulary, outcomes, checkpoint."""

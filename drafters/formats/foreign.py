@@ -20,10 +20,10 @@ from torch import Tensor
 from drafters.base.errors import UserError
 from drafters.eagle3_ssd.checkpoint import check_tensors, read_config_json, take_vocab
 from drafters.eagle3_ssd.config import DrafterConfig, default_taps, taps_from_json
-from drafters.formats.layouts import EXTRA_NORMS, FIRST_LAYER, SPECULATORS_TYPE, TAPS, Format, rename_first_layer
 from drafters.eagle3_ssd.model import inverse_frequencies
 from drafters.eagle3_ssd.rope import scaling_from_json, theta_from_json
 from drafters.eagle3_ssd.vocab import VocabMap
+from drafters.formats.layouts import EXTRA_NORMS, FIRST_LAYER, SPECULATORS_TYPE, TAPS, Format, rename_first_layer
 
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3",

@@ -1,4 +1,4 @@
-"""Calibration of a drafter's confidence: it finds the law that made the data, and keeps its head where there are few."""
+"""Calibration of a drafter's confidence finds the law that made the data, and stays sane where there are few."""
 
 from __future__ import annotations
 

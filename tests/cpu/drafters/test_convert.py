@@ -1,4 +1,4 @@
-"""The convert command: in, out and back on tiny models; the probe tells a wrong tap convention; mistakes are one line."""
+"""The convert command: in, out and back on tiny models; a wrong tap convention shows; errors are one line."""
 
 from __future__ import annotations
 

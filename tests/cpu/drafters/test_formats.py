@@ -24,6 +24,10 @@ from drafters.base.errors import UserError
 from drafters.eagle3_ssd.card import DrafterCard
 from drafters.eagle3_ssd.checkpoint import load_drafter, read_files, save_drafter, vocab_tensors, write_files
 from drafters.eagle3_ssd.config import DrafterConfig, to_config_json
+from drafters.eagle3_ssd.model import Eagle3Drafter
+from drafters.eagle3_ssd.rope import RopeScaling
+from drafters.eagle3_ssd.vocab import VocabMap
+from drafters.formats.foreign import read_foreign
 from drafters.formats.layouts import (
     FIRST_LAYER,
     READERS,
@@ -33,10 +37,6 @@ from drafters.formats.layouts import (
     refuse_unrepresentable,
     rename_first_layer,
 )
-from drafters.formats.foreign import read_foreign
-from drafters.eagle3_ssd.model import Eagle3Drafter
-from drafters.eagle3_ssd.rope import RopeScaling
-from drafters.eagle3_ssd.vocab import VocabMap
 
 V, VD, HT, L, THETA = 40, 24, 12, 8, 5000.0
 TARGET = TargetNumbers("some/target", ("LlamaForCausalLM",), L, THETA)

@@ -53,7 +53,7 @@ def compositions(total: int, parts: int):
 
 
 def test_a_worked_example() -> None:
-    """K = 2, F = (2, 1, 2); the likeliest token at k = 0 and at k = 1 is the one in flight, so the next ones stand in."""
+    """K = 2, F = (2, 1, 2); the likeliest token at k = 0 and k = 1 is the one in flight, so the next ones stand in."""
     logits = torch.tensor([[9.0, 8.0, 7.0, 0.0], [0.0, 8.0, 7.0, 9.0], [1.0, 2.0, 3.0, 4.0]])
     branches = select(logits, [0, 3], (2, 1, 2))
     assert branches.ks == (0, 0, 1, 2, 2)

@@ -15,7 +15,8 @@ def write_recipe(directory: Path) -> Path:
     drafter = save_tiny_drafter(directory / "tiny-eagle3", load_target(str(target_directory), "float32"))
     recipe = directory / "recipe.yaml"
     recipe.write_text(
-        f"target: {target_directory}\ndrafter: {drafter}\ndtype: float32\nlookahead: 3\nbudget: 8\nmax_model_len: 160\n"
+        f"target: {target_directory}\ndrafter: {drafter}\ndtype: float32\n"
+        "lookahead: 3\nbudget: 8\nmax_model_len: 160\n"
         "target_devices: [cpu]\ndraft_devices: [cpu]\n",
         encoding="utf-8",
     )
