@@ -1,1 +1,1 @@
-"""Conversations in, token rows out: corpora, prompts to measure on, manifests, and the commands that write and show them."""
+"""Training data: conversations to token rows, corpora written by the target, manifests, prompts to measure on."""

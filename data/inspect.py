@@ -1,10 +1,14 @@
-"""`python -m data.inspect`: what training would see of a data set. The work is done in `data.inspection`."""
+"""Former name of the command `python -m data.inspection`, kept for one version; it warns and runs that command.
+
+The old name shadows the standard library's `inspect` wherever data/ itself is on the path, as it is for scripts in
+data/. Imported as `inspect`, this file therefore loads the standard library's module in its place.
+"""
 
 from __future__ import annotations
 
 import sys
 
-if __name__ == "inspect":  # data/ itself is on the path, and somebody wants the standard library's module of this name
+if __name__ == "inspect":
     import sysconfig
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
@@ -18,4 +22,8 @@ if __name__ == "__main__":
     from data.inspection import main
     from drafters.base.errors import run_command
 
+    print(
+        "warning: `python -m data.inspect` is now `python -m data.inspection`; the next version drops the old name",
+        file=sys.stderr,
+    )
     sys.exit(run_command(main))

@@ -1,10 +1,9 @@
-"""What training would see of a data set: tokens and mask in colour, counts, what is left out, and overlap with
-measuring prompts.
-"""
+"""Command that shows a data set as training sees it: loss mask, counts, what is left out, overlap with prompts."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,34 +15,34 @@ from rich.table import Table
 from rich.text import Text
 from safetensors import safe_open
 
-from data.arguments import truth
+from data.arguments import parse_bool
 from data.chat.conversations import Conversation, read_conversations
 from data.chat.messages import plain
 from data.chat.render import Example, Rendered, render_all
 from data.manifest import MANIFEST_NAME, check_files, provenance, read_manifest
 from data.prompts import PromptOverlap, overlap_by_prompt, read_prompts
-from drafters.base.errors import CommandParser, UserError
+from drafters.base.errors import CommandParser, UserError, run_command
 from drafters.eagle3_ssd.vocab import VocabMap
 from drafters.targets.template import TemplateOptions
 
 DESCRIPTION = """\
-Show what training would see of a data set: tokens of the first conversations with the loss mask in colour, counts, conversations
-that are left out by file and line, how much a draft vocabulary would cover, and overlap with the prompts that are kept to measure on.
+Show what training would see of a data set: tokens of the first conversations with the loss mask in colour, counts,
+conversations that are left out by file and line, how much a draft vocabulary would cover, and overlap with the prompts
+that are kept to measure on.
 
-Answers, which are learnt from, are green and stand between [n> and <n], n the number of the turn; tokens take turns in shade.
+Answers, which are learnt from, are green and stand between [n> and <n], n the number of the turn. Tokens alternate in
+shade.
 The exit status is 1 where --against finds overlap."""
 EXAMPLES = """\
-  python -m data.inspect --target builtin:smollm2-135m data/corpora/smollm2-135m --against data/prompts/*.jsonl
-  python -m data.inspect --target Qwen/Qwen3-8B chats.jsonl --enable-thinking false --show 10 --row-length 2048"""
+  python -m data.inspection --target builtin:smollm2-135m data/corpora/smollm2-135m --against data/prompts/*.jsonl
+  python -m data.inspection --target Qwen/Qwen3-8B chats.jsonl --enable-thinking false --show 10 --row-length 2048"""
 SHADES = {False: ("grey50", "grey66"), True: ("green3", "bright_green")}
 VOCABULARY_SIZES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 LISTED = 20  # lines of one kind, before the rest is only counted
 
 
 class Counts(NamedTuple):
-    """Figures of a data set. `kinds` counts conversations by what they have, `temperatures` by the one they were
-    sampled at.
-    """
+    """Counts of a data set. `kinds` counts conversations by feature (such as tools), `temperatures` by temperature."""
 
     conversations: int
     truncated: int
@@ -75,12 +74,12 @@ def main(argv: Sequence[str]) -> int:
     show_list(console, "single answers that are left out", rendered.skipped)
     show_coverage(console, rendered.examples, len(tokenizer), options)
     if options.probe:
-        show_probe(console, options, conversations, template)
+        show_target_check(console, options, conversations, template)
     return show_overlap(console, overlap_by_prompt(prompts, conversations), len(prompts)) if prompts else 0
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = CommandParser("python -m data.inspect", DESCRIPTION, EXAMPLES)
+    parser = CommandParser("python -m data.inspection", DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "files", nargs="+", metavar="FILE", help=".jsonl, .json or .parquet files, directories of them, or hub names"
     )
@@ -93,7 +92,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--row-length", type=int, default=512, metavar="N", help="tokens after which training cuts (default: 512)"
     )
     parser.add_argument(
-        "--enable-thinking", type=truth, metavar="BOOL", help="for chat templates that know it, such as Qwen3's"
+        "--enable-thinking", type=parse_bool, metavar="BOOL", help="for chat templates that know it, such as Qwen3's"
     )
     parser.add_argument("--tools", metavar="FILE", help="JSON list of tools for conversations that name none")
     parser.add_argument(
@@ -138,7 +137,7 @@ def _pieces(example: Example, tokenizer: Any) -> Iterator[tuple[str, int]]:
 
 
 def count(conversations: Sequence[Conversation]) -> Counts:
-    """Figures of the conversations as they were read."""
+    """Counts of the conversations as they were read."""
     kinds, temperatures = Counter[str](), Counter[str]()
     for conversation in conversations:
         answers = [message for message in conversation.messages if message["role"] == "assistant"]
@@ -164,7 +163,7 @@ def count(conversations: Sequence[Conversation]) -> Counts:
 
 
 def show_counts(console: Console, counts: Counts, rendered: Rendered) -> None:
-    """A table of figures."""
+    """Print a table of counts."""
     lengths = sorted(len(example.token_ids) for example in rendered.examples)
     supervised = sum(sum(example.loss_mask) for example in rendered.examples)
     turns = sum(len(set(example.turn_ids) - {0}) for example in rendered.examples)
@@ -178,7 +177,7 @@ def show_counts(console: Console, counts: Counts, rendered: Rendered) -> None:
         ),
         (
             "temperatures",
-            ", ".join(f"{heat}: {number / counts.conversations:.1%}" for heat, number in counts.temperatures.items()),
+            ", ".join(f"{name}: {number / counts.conversations:.1%}" for name, number in counts.temperatures.items()),
         ),
         ("examples", f"{len(rendered.examples)}, with {turns} of {counts.answers} answers"),
     ]
@@ -194,7 +193,7 @@ def show_counts(console: Console, counts: Counts, rendered: Rendered) -> None:
 
 
 def show_list(console: Console, title: str, lines: Sequence[str]) -> None:
-    """The first lines of a list, and how many there are; nothing for an empty one."""
+    """Print a list's length and its first lines; nothing for an empty list."""
     if lines:
         console.print(f"\n{title}: {len(lines)}", style="bold")
         console.print("\n".join(f"  {line}" for line in lines[:LISTED]))
@@ -203,9 +202,7 @@ def show_list(console: Console, title: str, lines: Sequence[str]) -> None:
 
 
 def show_coverage(console: Console, examples: Sequence[Example], vocab_size: int, options: argparse.Namespace) -> None:
-    """What share of the supervised tokens a draft vocabulary of the most frequent ones holds, by its size, and that of
-    a drafter.
-    """
+    """Print the share of supervised tokens that draft vocabularies of several sizes cover, and a drafter's own."""
     tokens = [
         token for example in examples for token, turn in zip(example.token_ids, example.turn_ids, strict=True) if turn
     ]
@@ -234,26 +231,27 @@ def _vocabulary_of(drafter: Path, vocab_size: int) -> VocabMap:
         return VocabMap.from_offsets(tensors.get_tensor("d2t"), vocab_size)
 
 
-def show_probe(
+def show_target_check(
     console: Console, options: argparse.Namespace, conversations: Sequence[Conversation], template: TemplateOptions
 ) -> None:
-    """How many answer tokens are the target's own choice, by the temperature that they were sampled at."""
+    """Print the share of answer tokens that are the target's likeliest ones, by sampling temperature."""
     from data.target_check import FOREIGN, top1_share
     from drafters.targets.target import load_target
 
     target = load_target(options.target)
     console.print("\nanswer tokens that are the target's own choice", style="bold")
-    for heat in sorted({c.temperature for c in conversations}, key=lambda heat: -1.0 if heat is None else heat):
-        some = [c for c in conversations if c.temperature == heat][: options.probe]
+    temperatures = {c.temperature for c in conversations}
+    for temperature in sorted(temperatures, key=lambda value: -1.0 if value is None else value):
+        some = [c for c in conversations if c.temperature == temperature][: options.probe]
         examples = render_all(some, target.tokenizer, options.row_length, template).examples
         tokens, share = top1_share(target, examples)
-        name = "temperature unknown" if heat is None else f"temperature {heat:g}"
+        name = "temperature unknown" if temperature is None else f"temperature {temperature:g}"
         doubt = f": has {options.target} written them, in this thinking mode?" if share < FOREIGN else ""
         console.print(f"  {name}: {share:.1%} of {tokens}{doubt}", style="yellow" if doubt else "")
 
 
 def show_overlap(console: Console, found: Sequence[PromptOverlap], num_prompts: int) -> int:
-    """Which measuring prompts the data hold. Returns the exit status."""
+    """Print the measuring prompts that the data hold. Returns the exit status: 1 if there are any."""
     exact = sum(overlap.exact for overlap in found)
     console.print(
         f"\noverlap: {len(found)} of {num_prompts} prompts share eight words in a row, {exact} stand there whole",
@@ -273,3 +271,7 @@ def _check_manifests(options: argparse.Namespace, identity: Any, template: Templ
             check_files(path, read_manifest(path))
     for line in provenance(options.files, options.target, identity, template):
         console.print(f"warning: {line}", style="yellow")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,6 +1,7 @@
-"""The manifest beside a data set: who generated it, from what, how, and the checksums of its files (torch-free).
+"""The manifest of a data set: target, sampling, prompts and checksums of the files (data/README.md, section 1).
 
-A drafter only works for the target that wrote its training text, so training copies this record into the drafter card.
+A drafter only works for the target that wrote its training text, so training copies the manifest into the drafter
+card. Torch-free.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ MANIFEST_NAME = "manifest.json"
 
 
 class Sampling(Settings):
-    """How the target was sampled. Several temperatures mean a mix; 0 is greedy. `top_k` and `top_p` are None when not
-    cut.
-    """
+    """Sampling settings. Several temperatures mean a mix, 0 is greedy; `top_k` and `top_p` are None where unused."""
 
     temperatures: tuple[float, ...]
     max_new_tokens: int
@@ -83,7 +82,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> Path:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read `directory/manifest.json`. Raises `UserError` naming the file where it is missing, malformed or incomplete."""
+    """Read `directory/manifest.json`. Raises `UserError`, naming the file, where it is missing or malformed."""
     path = directory / MANIFEST_NAME
     if not path.is_file():
         raise UserError(f"no {MANIFEST_NAME} in {directory}: data sets made by `python -m data.synthesize` have one")
@@ -111,22 +110,22 @@ def check_files(directory: Path, manifest: Manifest) -> None:
         found = sha256_of(path)
         if found != expected:
             raise UserError(
-                f"{path} has SHA-256 {found[:12]}..., {MANIFEST_NAME} says {expected[:12]}...: restore it or make the data set again"
+                f"{path} has SHA-256 {found[:12]}..., {MANIFEST_NAME} says {expected[:12]}...: "
+                "restore it or make the data set again"
             )
 
 
 def provenance(paths: Sequence[str], name: str, target: TargetIdentity, options: TemplateOptions) -> list[str]:
-    """What speaks against learning from the data sets `paths` for the target `name`: one line for each thing that does
-    not fit.
+    """Differences between the target `name` and the one that wrote the data sets `paths`, one line each.
 
-    A drafter that learns from another model's words, or from another thinking mode, drafts badly, and no loss shows
-    it.
+    A drafter trained on another model's text, or on another thinking mode, drafts badly, and no loss shows it.
     """
     lines = []
     for path in paths:
         if not (Path(path) / MANIFEST_NAME).is_file():
             lines.append(
-                f"{path} has no {MANIFEST_NAME}: make sure that {name} itself wrote its answers (python -m data.synthesize)"
+                f"{path} has no {MANIFEST_NAME}: "
+                f"make sure that {name} itself wrote its answers (python -m data.synthesize)"
             )
             continue
         manifest = read_manifest(Path(path))

@@ -1,6 +1,4 @@
-"""Prompts to measure on: read as an even mix of several files, and checked against the corpus a drafter was trained
-on.
-"""
+"""Prompts to measure on: an even mix of several files, and their overlap with a training corpus."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ class Prompt(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """A run of words that a prompt shares with the corpus, and the `file:line` it was found at."""
+    """A run of words that a prompt shares with the corpus, and the `file:line` of the conversation."""
 
     prompt_id: str
     conversation_id: str
@@ -51,8 +49,9 @@ def read_prompts(paths: Sequence[str | Path], num_prompts: int | None = None) ->
 
 
 class PromptOverlap(NamedTuple):
-    """What a corpus holds of one prompt: whether a whole message of it, the share of its runs of `n` words, and the
-    first of these.
+    """How much of one prompt a corpus holds: a whole message (`exact`), or the share of its runs of `n` words.
+
+    `words` is the first such run, at `source`.
     """
 
     prompt_id: str
@@ -137,6 +136,7 @@ def _refuse_duplicates(conversations: Iterable[Conversation]) -> None:
         if conversation.id in sources:
             first = sources[conversation.id]
             raise DataError(
-                f"{conversation.source}: the id {conversation.id!r} stands at {first} already: give each prompt its own id"
+                f"{conversation.source}: the id {conversation.id!r} stands at {first} already: "
+                "give each prompt its own id"
             )
         sources[conversation.id] = conversation.source

@@ -1,7 +1,6 @@
-"""Write a training corpus with the target itself: it writes (or completes) user turns, then answers them.
+"""Command that writes a training corpus with the target: user turns and answers (data/README.md, section 3).
 
-Interrupted runs go on where they stopped: each finished piece is a line in OUT/work/, and every draw is keyed by seed
-and row.
+Interrupted runs are resumed: each finished piece is a line in OUT/work/, and every draw is keyed by seed and row.
 """
 
 from __future__ import annotations
@@ -18,22 +17,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from data.arguments import truth
+from data.arguments import parse_bool
 from data.chat.conversations import Conversation, DataError, read_conversations
 from data.progress import Meter
 from data.prompts import read_prompts
 from data.synthesis.answer_loop import write_answers
 from data.synthesis.seeds import opening
-from data.synthesis.talks import Plan, draw_seed
-from data.synthesis.work import RunSettings, begin, mark_complete, mend
+from data.synthesis.dialogue import Dialogue, draw_seed
+from data.synthesis.work_directory import RunSettings, store_settings, mark_complete, read_and_repair
 from drafters.base.errors import CommandParser, UserError, run_command
 from drafters.targets.identity import TargetIdentity
 from drafters.targets.template import TemplateOptions
 
 DESCRIPTION = """\
-Write a training corpus with the target itself: it writes user turns, or takes the conversations of --prompts, and answers them.
-Half of the answers are greedy, half are sampled at temperature 0.8. Answers that the conversations hold are written anew, turn
-by turn; assistant messages that call tools stay as they are, without being learnt from, because their results follow.
+Write a training corpus with the target itself: it writes user turns, or takes the conversations of --prompts, and
+answers them. Half of the answers are greedy, half are sampled at temperature 0.8. Answers that the conversations hold
+are written anew, turn by turn; assistant messages that call tools stay as they are, without being learnt from, because
+their results follow.
 
 The target runs in this process, or behind --server: any OpenAI-compatible one, such as vLLM (start it with
 --generation-config vllm, so that no sampling setting of the model's own applies) or SGLang.
@@ -44,10 +44,12 @@ EXAMPLES = """\
   python -m data.synthesize --target Qwen/Qwen3-8B --out DIR --prompts chats.jsonl --enable-thinking false \\
       --server http://localhost:8000 --model Qwen/Qwen3-8B --concurrency 64
   two processes side by side, then their parts together:
-  python -m data.synthesize --target T --out DIR --shard 0/2 & python -m data.synthesize --target T --out DIR --shard 1/2; wait
+  python -m data.synthesize --target T --out DIR --shard 0/2 &
+  python -m data.synthesize --target T --out DIR --shard 1/2; wait
   python -m data.synthesize --target T --out DIR --merge
   a corpus grown by a second run, without questions that are kept for measuring:
-  python -m data.synthesize --target T --out data/corpora/mine --merge --from data/corpora/mine runs/more --exclude data/prompts/*.jsonl"""
+  python -m data.synthesize --target T --out data/corpora/mine --merge --from data/corpora/mine runs/more \\
+      --exclude data/prompts/*.jsonl"""
 ANSWER_TEMPERATURES = (0.0, 0.8)  # half of the answers each: served greedily and sampled
 MAX_PROMPT_TOKENS = 160  # of a user turn that the target writes
 RESPONSE_TOKENS = 300_000
@@ -69,14 +71,14 @@ def main(argv: Sequence[str]) -> int:
     work = Path(options.out) / "work"
     goal = options.response_tokens and options.response_tokens // options.count
     identity = identify(options.target)
-    begin(work, _settings(options, identity, template, chats), print)
+    store_settings(work, _settings(options, identity, template, chats), print)
     mark_complete(work, options.index, False)
     with _sigterm_interrupts():
         answerer, target = _answerer(options, template)
-        plans = (
-            _plans(options, chats) if chats is not None else _write_prompts(options, target, answerer.generator, work)
+        dialogues = (
+            _dialogues(options, chats) if chats is not None else _write_prompts(options, target, answerer.generator, work)
         )
-        write_answers(work, options.index, answerer, plans, goal, options.seed, print)
+        write_answers(work, options.index, answerer, dialogues, goal, options.seed, print)
     mark_complete(work, options.index, True)
     if options.count == 1:
         return _merge(options, measuring)
@@ -131,7 +133,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     parser.add_argument(
-        "--enable-thinking", type=truth, metavar="BOOL", help="for chat templates that know it, such as Qwen3's"
+        "--enable-thinking", type=parse_bool, metavar="BOOL", help="for chat templates that know it, such as Qwen3's"
     )
     parser.add_argument("--tools", metavar="FILE", help="JSON list of tools for conversations that name none")
     parser.add_argument(
@@ -195,7 +197,8 @@ def _read_chats(paths: Sequence[str]) -> list[Conversation]:
     for chat in chats:
         if chat.id in sources:
             raise DataError(
-                f"{chat.source}: the id {chat.id!r} stands at {sources[chat.id]} already: give each conversation its own id"
+                f"{chat.source}: the id {chat.id!r} stands at {sources[chat.id]} already: "
+                "give each conversation its own id"
             )
         sources[chat.id] = chat.source
     return chats
@@ -230,7 +233,7 @@ def _settings(
 
 
 def _answerer(options: argparse.Namespace, template: TemplateOptions) -> tuple[Any, Any]:
-    """Who answers, and the target where it is this process."""
+    """The answerer, and the target where it runs in this process."""
     if options.server:
         from data.synthesis.server_answers import ServerAnswerer
 
@@ -254,13 +257,13 @@ def _answerer(options: argparse.Namespace, template: TemplateOptions) -> tuple[A
     return TargetAnswerer(target, generator, options.max_prompt_tokens, options.max_new_tokens, template), target
 
 
-def _plans(options: argparse.Namespace, chats: Sequence[Conversation]) -> list[Plan]:
+def _dialogues(options: argparse.Namespace, chats: Sequence[Conversation]) -> list[Dialogue]:
     mine = chats[options.index :: options.count]
-    return [Plan(chat.id, "file", chat.messages, chat.tools, _temperature(i)) for i, chat in enumerate(mine)]
+    return [Dialogue(chat.id, "file", chat.messages, chat.tools, _temperature(i)) for i, chat in enumerate(mine)]
 
 
-def _write_prompts(options: argparse.Namespace, target: Any, generator: Any, work: Path) -> list[Plan]:
-    """All user turns of this shard: drawn from `data.synthesis.seeds`, completed by the target."""
+def _write_prompts(options: argparse.Namespace, target: Any, generator: Any, work: Path) -> list[Dialogue]:
+    """All user turns of this shard, drawn from `data.synthesis.seeds` and completed by the target."""
     from data.synthesis.generation import Continuation
 
     share = options.response_tokens // options.count
@@ -268,7 +271,7 @@ def _write_prompts(options: argparse.Namespace, target: Any, generator: Any, wor
     for i in range(options.index, options.count * (share // TOKENS_PER_ANSWER_GUESS + 1), options.count):
         drawn[f"{options.seed}-{i:06d}"] = opening(random.Random(f"{options.seed}:{i}"))
     file = work / f"prompts-{options.index}.jsonl"
-    done = {line["key"]: line for line in mend(file)}
+    done = {line["key"]: line for line in read_and_repair(file)}
     asks = [
         Continuation(
             key,
@@ -286,12 +289,12 @@ def _write_prompts(options: argparse.Namespace, target: Any, generator: Any, wor
             done[answer.key] = {"key": answer.key, "text": text, "ended": answer.ended}
             print(json.dumps(done[answer.key]), file=out, flush=True)
             meter.add(1)
-    plans = []
+    dialogues = []
     for position, (key, o) in enumerate(drawn.items()):
         text = (o.text + done[key]["text"] if o.continues else o.text).strip()
         if text and (not o.continues or done[key]["ended"]):  # a turn that never ended is no prompt
-            plans.append(Plan(key, o.subject, ({"role": "user", "content": text},), (), _temperature(position)))
-    return plans
+            dialogues.append(Dialogue(key, o.subject, ({"role": "user", "content": text},), (), _temperature(position)))
+    return dialogues
 
 
 def _merge(options: argparse.Namespace, measuring: Sequence[Any]) -> int:
@@ -320,7 +323,9 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 def _user_turn(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """The template up to the start of a user turn, and the turn's first words: the target writes on from there."""
+    """Token ids of the template up to the start of a user turn and of the turn's first words, for the target to
+    continue.
+    """
     marker = "\u2063"
     whole = tokenizer.apply_chat_template([{"role": "user", "content": marker}], tokenize=False)
     return tuple(tokenizer(whole[: whole.index(marker)] + text, add_special_tokens=False).input_ids)

@@ -1,5 +1,4 @@
-"""Chat data in the usual layouts, read into one record: OpenAI `messages`, ShareGPT `conversations`, and `prompt`
-rows.
+"""Reads conversations from files and hub data sets: OpenAI `messages`, ShareGPT `conversations`, `prompt` rows.
 
 JSON files are parsed here, so that every error names its line and rows need not share one schema; Parquet files and
 hub data sets are streamed through the `datasets` library, which leaves nothing in a cache.
@@ -166,7 +165,8 @@ def _hub_rows(spec: str) -> Iterator[tuple[Any, str]]:
     match = HUB_NAME.fullmatch(spec)
     if match is None or spec.endswith(SUFFIXES) or Path(spec).parent.is_dir():
         raise DataError(
-            f"no such file or directory: {spec} (a {', '.join(SUFFIXES)} file, a directory of them, or a hub name owner/name will do)"
+            f"no such file or directory: {spec} "
+            f"(a {', '.join(SUFFIXES)} file, a directory of them, or a hub name owner/name will do)"
         )
     from datasets.exceptions import DatasetsError
 

@@ -1,4 +1,4 @@
-"""One message of a chat, and the tools that a chat offers, in one form whatever layout they came in.
+"""Chat messages and tool definitions, normalised to one form from the layouts of OpenAI and ShareGPT.
 
 The form is OpenAI's: `role`, `content`, and where they are there `reasoning_content`, `tool_calls`, `tool_call_id`,
 `name` and `weight`. Arguments of tool calls are objects, not JSON in a string, because that is what chat templates
@@ -77,7 +77,7 @@ def to_tools(value: Any, where: str) -> tuple[Tool, ...]:
 
 
 def plain(message: Mapping[str, Any]) -> bool:
-    """Whether role and content are all there is to it."""
+    """Whether a message has no reasoning and no tool calls."""
     return not message.get("reasoning_content") and not message.get("tool_calls")
 
 
@@ -96,7 +96,8 @@ def _text(content: Any, where: str) -> str:
         content = "".join(part["text"] for part in content)  # OpenAI's content parts, all of them text
     if not isinstance(content, str):
         raise DataError(
-            f"{where} has content of type {type(content).__name__}; it has to be a string: leave out images and other media"
+            f"{where} has content of type {type(content).__name__}; it has to be a string: "
+            "leave out images and other media"
         )
     if not _is_unicode(content):
         raise DataError(f"{where} holds half of a surrogate pair, which is no text; remove the \\ud800-\\udfff escape")
@@ -122,7 +123,8 @@ def _to_tool(tool: Any, where: str) -> Tool:
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(
-            f"{where}: a tool has no name; tools are {{'type': 'function', 'function': {{'name', 'description', 'parameters'}}}}"
+            f"{where}: a tool has no name; "
+            "tools are {'type': 'function', 'function': {'name', 'description', 'parameters'}}"
         )
     return {"type": "function", "function": dict(function)}
 

@@ -1,5 +1,5 @@
-"""Examples of any length into rows of one length, each token labelled with its document, so that nothing crosses
-documents.
+"""Packs examples into rows of one length (best-fit decreasing), with document ids that keep attention inside documents
+(data/README.md, section 2).
 """
 
 from __future__ import annotations

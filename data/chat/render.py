@@ -1,4 +1,5 @@
-"""Conversations to token ids and turn ids, by the target's own chat template and by character offsets.
+"""Renders conversations to token ids and turn ids, by the target's chat template and character offsets
+(data/README.md, section 2).
 
 An answer starts where the prompt before it ends: the prompt is the template's rendering of the messages so far with
 `add_generation_prompt=True`, which is what serving feeds the target. So no header length is known here, and training
@@ -22,7 +23,10 @@ from data.chat.messages import Tool, plain
 from data.chat.template import PLAIN_TEMPLATE, Messages, Renderer, RenderError, special_ids, special_tokens, tokenize
 from drafters.targets.template import TemplateOptions
 
-REFUSED = "the target's chat template does not keep the answer as it was written: does its thinking mode fit the data (template.enable_thinking)?"
+REFUSED = (
+    "the target's chat template does not keep the answer as it was written: "
+    "does its thinking mode fit the data (template.enable_thinking)?"
+)
 MARK = "\u2063"  # an answer that is in no text: what stands behind it closes a turn
 
 
@@ -114,7 +118,8 @@ def render(
         len(long.token_ids) for long, example in zip(whole, examples, strict=True) if not any(example.turn_ids)
     ):
         skipped.append(
-            f"{conversation.source}: the first {max_tokens} of its {total} tokens hold no answer: raise the maximum length"
+            f"{conversation.source}: the first {max_tokens} of its {total} tokens hold no answer: "
+            "raise the maximum length"
         )
     if not kept:
         raise RenderError(skipped[-1])
@@ -202,7 +207,8 @@ def _check_tools(prompt: str, renderer: Renderer) -> None:
     names = [tool["function"]["name"] for tool in renderer.tools]
     if missing := [name for name in names if name not in prompt]:
         raise RenderError(
-            f"the target's chat template does not write the tool {missing[0]!r}: leave the tools out, or use another target"
+            f"the target's chat template does not write the tool {missing[0]!r}: "
+            "leave the tools out, or use another target"
         )
 
 

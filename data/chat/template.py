@@ -1,4 +1,4 @@
-"""A tokenizer's chat template with its options: messages to text, and text to tokens with their characters."""
+"""Chat template and tokenizer: messages to text, and text to tokens with character offsets."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def _is_clean(tokens: Tokens, boundary: int) -> bool:
 def _encode(text: str, offset: int, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     if not tokenizer.is_fast:
         raise UserError(
-            f"{type(tokenizer).__name__} gives no character offsets: the target needs a fast tokenizer (tokenizer.json)"
+            f"{type(tokenizer).__name__} gives no character offsets: "
+            "the target needs a fast tokenizer (tokenizer.json)"
         )
     encoding = tokenizer(
         text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False

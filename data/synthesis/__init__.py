@@ -1,1 +1,1 @@
-"""A target writes its own corpus: prompts, answers, the work directory, merging."""
+"""Corpora written by the target itself: prompts, answers, resumable work files, merging."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TextIO
 
 from data.progress import Meter
-from data.synthesis.talks import Answerer, Plan, Question, Reply, next_step, num_answers
-from data.synthesis.work import mend
+from data.synthesis.dialogue import Answerer, Dialogue, Question, Reply, next_step, num_answers
+from data.synthesis.work_directory import read_and_repair
 from drafters.base.errors import UserError
 
 HOPELESS = 20  # refusals without an answer among them, after which a run gives up
@@ -20,51 +20,51 @@ def write_answers(
     work: Path,
     shard: int,
     answerer: Answerer,
-    plans: Sequence[Plan],
+    dialogues: Sequence[Dialogue],
     goal: int | None,
     seed: int,
     say: Callable[[str], None],
 ) -> None:
-    """Answer `plans` until the rows hold `goal` answer tokens (None: all of them), going on from what is in `work`
+    """Answer `dialogues` until the rows hold `goal` answer tokens (None: all of them), going on from what is in `work`
     already.
 
     Rows go to answers-SHARD.jsonl, turns of longer conversations meanwhile to turns-SHARD.jsonl.
     Raises `UserError` where everything is refused.
     """
     rows_file, turns_file = work / f"answers-{shard}.jsonl", work / f"turns-{shard}.jsonl"
-    finished = mend(rows_file)
+    finished = read_and_repair(rows_file)
     tokens = sum(line["tokens"] for line in finished)
     done = {line["id"] for line in finished}
-    talks = {plan.key: _Talk(plan, []) for plan in plans if plan.key not in done}
-    for line in mend(turns_file):
-        if line["key"] in talks:
-            talks[line["key"]].replies.append(Reply(**line))
+    under_way = {dialogue.key: _Exchange(dialogue, []) for dialogue in dialogues if dialogue.key not in done}
+    for line in read_and_repair(turns_file):
+        if line["key"] in under_way:
+            under_way[line["key"]].replies.append(Reply(**line))
     meter = (
-        Meter("conversations", len(plans), len(plans) - len(talks))
+        Meter("conversations", len(dialogues), len(dialogues) - len(under_way))
         if goal is None
         else Meter("answer tokens", goal, tokens)
     )
     with rows_file.open("a", encoding="utf-8") as rows, turns_file.open("a", encoding="utf-8") as turns, meter:
         loop = _Loop(answerer, seed, rows, meter, say, counts_tokens=goal is not None, tokens=tokens)
         if goal is None or tokens < goal:
-            for talk in talks.values():
-                loop.advance(talk, first=False)
+            for exchange in under_way.values():
+                loop.advance(exchange, first=False)
         for reply in answerer.replies() if goal is None or tokens < goal else ():
-            talk = talks[reply.key]
-            if not reply.refused and num_answers(talk.plan) > 1:
+            exchange = under_way[reply.key]
+            if not reply.refused and num_answers(exchange.dialogue) > 1:
                 print(json.dumps(reply._asdict()), file=turns, flush=True)
-            loop.take(talk, reply)
+            loop.take(exchange, reply)
             if goal is not None and loop.tokens >= goal:
                 break
     if loop.refused > SHOWN:
         say(f"left out: {loop.refused} conversations or later turns in all")
 
 
-class _Talk:
+class _Exchange:
     """A conversation under way."""
 
-    def __init__(self, plan: Plan, replies: list[Reply]) -> None:
-        self.plan, self.replies = plan, replies
+    def __init__(self, dialogue: Dialogue, replies: list[Reply]) -> None:
+        self.dialogue, self.replies = dialogue, replies
 
 
 class _Loop:
@@ -83,19 +83,19 @@ class _Loop:
         self.answerer, self.seed, self.rows, self.meter, self.say = answerer, seed, rows, meter, say
         self.counts_tokens, self.tokens, self.refused = counts_tokens, tokens, 0
 
-    def take(self, talk: _Talk, reply: Reply) -> None:
+    def take(self, exchange: _Exchange, reply: Reply) -> None:
         """Add a reply, and go on from there; later turns come before other conversations."""
-        talk.replies.append(reply)
+        exchange.replies.append(reply)
         if reply.refused:
             self._note_refusal(reply.key, reply.refused)
-        self.advance(talk, first=True)
+        self.advance(exchange, first=True)
 
-    def advance(self, talk: _Talk, first: bool) -> None:
+    def advance(self, exchange: _Exchange, first: bool) -> None:
         """Ask the next turn, or write the finished row."""
-        step = next_step(talk.plan, talk.replies, self.seed)
+        step = next_step(exchange.dialogue, exchange.replies, self.seed)
         if isinstance(step, Question):
             if reason := self.answerer.ask(step, first):
-                self.take(talk, Reply(talk.plan.key, {"role": "assistant", "content": ""}, False, 0, reason))
+                self.take(exchange, Reply(exchange.dialogue.key, {"role": "assistant", "content": ""}, False, 0, reason))
             return
         if step is not None:
             print(json.dumps(step), file=self.rows, flush=True)

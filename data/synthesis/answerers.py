@@ -1,4 +1,4 @@
-"""Answers by the target in this process: many conversations decoded together."""
+"""Answers by the target in this process, decoded in batches."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 from data.chat.render import render_prompt
 from data.chat.template import RenderError
+from data.synthesis.dialogue import Question, Reply
 from data.synthesis.generation import BatchGenerator, Continuation
-from data.synthesis.talks import Question, Reply
 from drafters.targets.target import Target
 from drafters.targets.template import TemplateOptions
 
 
 class TargetAnswerer:
-    """See `Answerer`. Prompts of more than `max_prompt_tokens` are not asked."""
+    """An `Answerer` that refuses prompts of more than `max_prompt_tokens`."""
 
     def __init__(
         self,
@@ -45,8 +45,7 @@ class TargetAnswerer:
     def replies(self) -> Iterator[Reply]:
         """See `Answerer.replies`."""
         for answer in self.generator.run(self.waiting):
-            # Special tokens stay in the text, as the target wrote them; only the end of the turn is the template's to
-            # write.
+            # Special tokens stay in the text as the target wrote them, except the end of turn: the template adds it.
             ids = answer.token_ids[:-1] if answer.ended else answer.token_ids
             yield Reply(
                 answer.key,

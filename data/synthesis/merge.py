@@ -1,6 +1,4 @@
-"""Put together what several runs wrote: rows without doubles, in Parquet parts, with one manifest that names every
-run.
-"""
+"""Merges the rows of several runs into one corpus: deduplicated, in Parquet parts, with a manifest of all runs."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from data.chat.conversations import Conversation
 from data.chat.messages import stored
 from data.manifest import MANIFEST_NAME, Manifest, Run, Sampling, check_files, checksums, read_manifest, write_manifest
 from data.prompts import Overlap, Prompt, shared_runs
-from data.synthesis.work import RunSettings, read_lines, read_settings, unfinished
+from data.synthesis.work_directory import RunSettings, incomplete_shards, read_lines, read_settings
 from drafters.base.errors import UserError
 from drafters.base.files import atomic_write_group
 from drafters.targets.identity import TargetIdentity
@@ -26,9 +24,7 @@ PART_BYTES = 4_000_000  # of JSON in one Parquet part: just below a megabyte whe
 
 
 class Source(NamedTuple):
-    """The rows of one directory, the runs they come from, and where the directory holds it, the target's identity and
-    template options.
-    """
+    """Rows of one directory and their runs; the target's identity and template options, where they are stored."""
 
     path: Path
     rows: list[Row]
@@ -106,7 +102,7 @@ def _read_work(path: Path, answers: Sequence[Path], incomplete: bool, say: Calla
             f"{work} holds no settings: its target is taken to be --target, its {len(answers)} shard(s) to be complete"
         )
         return Source(path, rows, (_run_of_rows(rows),), None, {})
-    if missing := unfinished(work, settings.shards):
+    if missing := incomplete_shards(work, settings.shards):
         what = f"{work}: shard {missing[0]}/{settings.shards} is not complete ({len(rows)} rows are there)"
         if not incomplete:
             raise UserError(f"{what}: let its command finish, or add --incomplete to take what is there")
@@ -166,7 +162,8 @@ def _one_target(sources: Sequence[Source], identify: Callable[[], TargetIdentity
             first, other = getattr(known[0].target, field), getattr(source.target, field)
             if first != other:
                 raise UserError(
-                    f"{known[0].path} and {source.path} were written by different targets ({field} {first} and {other})"
+                    f"{known[0].path} and {source.path} were written by different targets "
+                    f"({field} {first} and {other})"
                 )
         if found := differences(known[0].template_options, source.template_options):
             raise UserError(

@@ -1,8 +1,7 @@
-"""What a corpus talks about: openings of user turns by subject. Some are whole prompts, some are continued by the
-target itself.
+"""Openings of user turns, by subject, for self-prompted corpora.
 
-An opening that ends in "..." is an opening: the target writes the rest of the user's turn (self-prompting). Braces are
-filled in at random: {topic}, {thing}, {name}, {other}, {place}, {n}, {m}.
+The target writes the rest of a user turn that ends in "..."; the others are whole prompts. Braces are filled in at
+random: {topic}, {thing}, {name}, {other}, {place}, {n}, {m}.
 """
 
 from __future__ import annotations
@@ -61,7 +60,8 @@ OPENINGS: dict[str, tuple[str, ...]] = {
         "{name} and {other} share {k} {thing}s in the ratio {n}:{m}. How many does each of them get?",
         "There are {n} boxes with {m} {thing}s in each. {name} takes {o} {thing}s out. How many are left?",
         "A train travels {n} miles in {m} hours. What is its average speed?",
-        "{name} earns ${n} an hour and works {m} hours a day, {o} days a week. How much does {name} earn in {p} weeks?",
+        "{name} earns ${n} an hour and works {m} hours a day, {o} days a week. "
+        "How much does {name} earn in {p} weeks?",
         "A recipe for {o} people needs {n} grams of flour. How much flour does {name} need for {m} people?",
         "{name} is {n} years old. {other} is {m} years older than {name}. How old will {other} be in {o} years?",
         "{name} walks {n} blocks to the shop, then {m} blocks to the library, and then...",
@@ -138,42 +138,45 @@ def _split(words: str) -> list[str]:
 
 
 TOPICS = _split(
-    "photosynthesis|gravity|the water cycle|supply and demand|democracy|recycling|black holes|vaccines|inflation|machine learning|"
-    "the French Revolution|volcanoes|the human heart|electric cars|renewable energy|the Roman Empire|honey bees|climate change|"
-    "good sleep|meditation|chess|jazz music|the moon landing|plate tectonics|DNA|the stock market|public transport|gardening|"
-    "coral reefs|the printing press|antibiotics|critical thinking|time management|exercise at home|healthy eating|"
-    "world trade|the internet|encryption|dinosaurs|migration of birds|the Great Wall of China|coffee|chocolate|bread baking|"
-    "marathon training|team work|remote work|social media|online privacy|artificial intelligence|quantum mechanics|"
-    "the periodic table|acids and bases|friction|sound waves|rainbows|earthquakes|deserts|the Amazon rainforest|penguins|whales|"
-    "octopuses|impressionist painting|classical music|opera|Shakespeare|science fiction|folk tales|the Olympics|football|swimming|"
-    "yoga|stress|friendship|leadership|negotiation|budgeting|credit cards|insurance|taxes|start-ups|marketing|customer service|"
-    "logistics|bridges|skyscrapers|robots|batteries|solar panels|nuclear power|space telescopes|satellites|maps|languages|grammar|"
-    "public speaking|education|libraries|museums"
+    "photosynthesis|gravity|the water cycle|supply and demand|democracy|recycling|black holes|vaccines|inflation|"
+    "machine learning|the French Revolution|volcanoes|the human heart|electric cars|renewable energy|"
+    "the Roman Empire|honey bees|climate change|good sleep|meditation|chess|jazz music|the moon landing|"
+    "plate tectonics|DNA|the stock market|public transport|gardening|coral reefs|the printing press|antibiotics|"
+    "critical thinking|time management|exercise at home|healthy eating|world trade|the internet|encryption|"
+    "dinosaurs|migration of birds|the Great Wall of China|coffee|chocolate|bread baking|marathon training|"
+    "team work|remote work|social media|online privacy|artificial intelligence|quantum mechanics|"
+    "the periodic table|acids and bases|friction|sound waves|rainbows|earthquakes|deserts|the Amazon rainforest|"
+    "penguins|whales|octopuses|impressionist painting|classical music|opera|Shakespeare|science fiction|folk tales|"
+    "the Olympics|football|swimming|yoga|stress|friendship|leadership|negotiation|budgeting|credit cards|insurance|"
+    "taxes|start-ups|marketing|customer service|logistics|bridges|skyscrapers|robots|batteries|solar panels|"
+    "nuclear power|space telescopes|satellites|maps|languages|grammar|public speaking|education|libraries|museums"
 )
 THINGS = _split(
-    "apple|book|pencil|bicycle|lamp|garden chair|marble|ticket|cookie|notebook|candle|sticker|balloon|orange|toy car|flower|shirt|"
-    "mug|phone|laptop|backpack|watch|table|painting|guitar|puzzle|egg|seashell|stamp|button|plant|cake|sandwich|ball|kite|drone|"
-    "blanket"
+    "apple|book|pencil|bicycle|lamp|garden chair|marble|ticket|cookie|notebook|candle|sticker|balloon|orange|"
+    "toy car|flower|shirt|mug|phone|laptop|backpack|watch|table|painting|guitar|puzzle|egg|seashell|stamp|button|"
+    "plant|cake|sandwich|ball|kite|drone|blanket"
 )
 NAMES = _split(
-    "Maria|Tom|Aisha|Ben|Chloe|David|Elena|Farid|Grace|Hiro|Ines|Jack|Kavya|Leo|Mina|Noah|Olga|Pedro|Quinn|Rosa|Sam|Tara|Umar|"
-    "Vera|Will|Yuki|Zoe"
+    "Maria|Tom|Aisha|Ben|Chloe|David|Elena|Farid|Grace|Hiro|Ines|Jack|Kavya|Leo|Mina|Noah|Olga|Pedro|Quinn|Rosa|"
+    "Sam|Tara|Umar|Vera|Will|Yuki|Zoe"
 )
 PLACES = _split(
-    "Lisbon|a small village|the mountains|Tokyo|an old castle|the desert|New York|a lighthouse|the forest|Cairo|a space station|Paris"
+    "Lisbon|a small village|the mountains|Tokyo|an old castle|the desert|New York|a lighthouse|the forest|Cairo|"
+    "a space station|Paris"
 )
 FUNCTIONS = _split(
-    "count_vowels|is_prime|reverse_words|merge_sorted|flatten|find_duplicates|rotate_list|is_palindrome|sum_of_digits|largest_gap|"
-    "word_lengths|remove_spaces|common_elements|running_total|second_largest|to_binary|fibonacci|factorial|unique_sorted|"
-    "longest_word|is_anagram|chunk_list|clamp_values|even_positions|transpose|median_of|capitalize_all|parse_pairs|below_limit|"
-    "matching_brackets|triangle_area|digits_sum|filter_by_prefix"
+    "count_vowels|is_prime|reverse_words|merge_sorted|flatten|find_duplicates|rotate_list|is_palindrome|"
+    "sum_of_digits|largest_gap|word_lengths|remove_spaces|common_elements|running_total|second_largest|to_binary|"
+    "fibonacci|factorial|unique_sorted|longest_word|is_anagram|chunk_list|clamp_values|even_positions|transpose|"
+    "median_of|capitalize_all|parse_pairs|below_limit|matching_brackets|triangle_area|digits_sum|filter_by_prefix"
 )
 ARGUMENTS = _split(
     "numbers|text|items, n|a, b|values: list|s: str|n: int|numbers: List[int]|words: List[str], k: int|matrix|"
     "lst: list, limit: int|string: str"
 )
 ACTIONS = _split(
-    "count the words|sum the numbers|print the longest line|skip empty lines|write the result to another file|find a word"
+    "count the words|sum the numbers|print the longest line|skip empty lines|write the result to another file|"
+    "find a word"
 )
 
 

@@ -1,6 +1,4 @@
-"""Answers by an OpenAI-compatible server, such as vLLM's or SGLang's: many requests at once, tried again where that
-may help.
-"""
+"""Answers by an OpenAI-compatible server (vLLM, SGLang): concurrent requests, retried after transient errors."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from typing import Any
 import httpx
 
 from data.chat.messages import DataError, Message, to_message
-from data.synthesis.talks import Question, Reply
+from data.synthesis.dialogue import Question, Reply
 from drafters.base.errors import UserError
 from drafters.targets.template import TemplateOptions
 
@@ -26,7 +24,7 @@ ROW_REFUSED = {400, 413, 422}  # the fault of this conversation, such as one too
 
 
 class ServerAnswerer:
-    """See `Answerer`. `url` may end in /v1 or not; `concurrency` requests are under way at once."""
+    """An `Answerer` with `concurrency` requests at a time; `url` may end in /v1 or not."""
 
     def __init__(
         self,

@@ -122,7 +122,8 @@ def test_parquet_columns_of_other_layouts_may_be_empty(tmp_path: Path) -> None:
 def test_lines_are_counted_with_the_blank_ones_and_rows_need_no_common_schema(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text(
-        '{"id": 7, "prompt": "a"}\n\n   \n{"id": "x", "messages": [{"role": "user", "content": "b"}], "extra": {"k": 1}}\n'
+        '{"id": 7, "prompt": "a"}\n\n   \n'
+        '{"id": "x", "messages": [{"role": "user", "content": "b"}], "extra": {"k": 1}}\n'
     )
     assert [(c.id, c.source) for c in read_conversations(path)] == [("7", f"{path}:1"), ("x", f"{path}:4")]
 

@@ -1,5 +1,5 @@
-"""What `data.inspect` shows: the mask in colour, counts, reasons by file and line, coverage, overlap; and its name
-does no harm.
+"""`data.inspection` shows the mask in colour, counts, reasons by file and line, coverage, overlap; the command's old
+name warns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from data.chat.conversations import Conversation
 from data.chat.render import Example, render
 from data.inspection import coloured, count, main
 from data.synthesis.generation import BatchGenerator, Continuation
-from data.synthesis.work import mark_complete
+from data.synthesis.work_directory import mark_complete
 from data.target_check import top1_share
 from drafters.base.errors import run_command
 from drafters.targets.target import load_target
@@ -170,19 +170,39 @@ def test_a_bad_option_is_one_line(
     assert lines[-1].startswith("error: ") and message in lines[-1]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [["-c", "import inspect, dataclasses; print(inspect.signature(len))"], [str(ROOT / "data" / "inspect.py")]],
-)
-def test_its_name_never_hides_the_standard_librarys_module(command: list[str]) -> None:
-    """With data/ on the path, and run as a script, which puts data/ there."""
-    arguments = [] if command[0] == "-c" else ["--help"]
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python with data/ on its path, where data/inspect.py stands before the standard library's module."""
+    path = os.pathsep.join((str(ROOT / "data"), str(ROOT)))
     done = subprocess.run(
-        [sys.executable, *command, *arguments],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "data"), str(ROOT)))},
+        env=os.environ | {"PYTHONPATH": path},
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("(obj, /)" if command[0] == "-c" else "usage: python -m data.inspect")
+    return done
+
+
+def test_the_old_name_of_the_command_does_not_hide_the_standard_library() -> None:
+    done = run_python("-c", "import inspect, dataclasses; print(inspect.signature(len))")
+    assert done.stdout.startswith("(obj, /)")
+
+
+@pytest.mark.parametrize(
+    ("command", "warns"),
+    [
+        (["-m", "data.inspection"], False),
+        (["-m", "data.inspect"], True),
+        ([str(ROOT / "data" / "inspection.py")], False),
+        ([str(ROOT / "data" / "inspect.py")], True),
+    ],
+)
+def test_the_old_name_of_the_command_warns(command: list[str], warns: bool) -> None:
+    done = run_python(*command, "--help")
+    assert done.stdout.startswith("usage: python -m data.inspection ")
+    assert done.stderr == (
+        "warning: `python -m data.inspect` is now `python -m data.inspection`; the next version drops the old name\n"
+        if warns
+        else ""
+    )

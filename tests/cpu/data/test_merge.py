@@ -1,4 +1,4 @@
-"""Several runs become one corpus: each conversation once, none of a measuring prompt, a manifest that names every run."""
+"""Merging runs: each conversation once, none that shares words with a measuring prompt, a manifest of all runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from data.manifest import Manifest, check_files, read_manifest
 from data.prompts import Prompt
 from data.synthesis import merge as merging
 from data.synthesis.merge import merge
-from data.synthesis.work import RunSettings, begin, mark_complete
+from data.synthesis.work_directory import RunSettings, mark_complete, store_settings
 from drafters.base.errors import UserError
 from drafters.targets.identity import TargetIdentity
 
@@ -43,7 +43,7 @@ def write_run(
     """
     work = path / "work"
     if seed is not None:
-        begin(work, run_settings(seed=seed, shards=len(shards), **changes), print)
+        store_settings(work, run_settings(seed=seed, shards=len(shards), **changes), print)
     work.mkdir(parents=True, exist_ok=True)
     for number, rows in enumerate(shards):
         (work / f"answers-{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

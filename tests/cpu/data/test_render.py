@@ -16,20 +16,23 @@ from tests.tiny import CHATML, tiny_tokenizer
 
 # The structures of well-known templates, rebuilt with the special tokens of the tiny tokenizer.
 DEFAULT_SYSTEM = (
-    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}"
+    "{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
     "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 HEADER_TRIM = (  # a start-of-text token, blank line after the header, content trimmed, nothing after the end of a turn
-    "<|endoftext|>{% for m in messages %}<|im_start|>{{ m['role'] }}<|im_start|>\n\n{{ m['content'] | trim }}<|im_end|>{% endfor %}"
+    "<|endoftext|>{% for m in messages %}<|im_start|>{{ m['role'] }}<|im_start|>\n\n"
+    "{{ m['content'] | trim }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant<|im_start|>\n\n{% endif %}"
 )
 ROLE_NAMES = (  # the assistant is called model, a system turn is refused, the end token is not the tokenizer's eos
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
-    "<|im_start|>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n{{ m['content'] | trim }}<|endoftext|>\n{% endfor %}"
+    "<|im_start|>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
+    "{{ m['content'] | trim }}<|endoftext|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
 )
-PLAIN_HEADER = (  # no special token opens the answer, a blank stands between header and answer and before the end token
+PLAIN_HEADER = (  # no special token opens the answer; a blank before it and before the end token
     "{% for m in messages %}{% if m['role'] == 'user' %}Q: {{ m['content'] }}\nA: "
     "{% else %}{{ m['content'] }} <|im_end|>{% endif %}{% endfor %}"
 )
@@ -39,7 +42,8 @@ BLANK_IN_ANSWER = (  # the prompt ends before the blank, so the target writes it
 )
 STRIPS_THINKING = (  # past answers lose their thinking, as in templates of reasoning models
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}{% else %}{{ m['content'] }}{% endif %}"
+    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TEMPLATES = [DEFAULT_SYSTEM, HEADER_TRIM, ROLE_NAMES, PLAIN_HEADER, BLANK_IN_ANSWER]

@@ -1,4 +1,4 @@
-"""A conversation that the target answers turn by turn: what is asked next, and the row that comes of it."""
+"""Dialogues that the target answers turn by turn: the next question after given replies, and the finished row."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ Row = dict[str, Any]
 ANSWER: Message = {"role": "assistant", "content": ""}  # a place for an answer at the end
 
 
-class Plan(NamedTuple):
-    """A conversation to answer. Assistant messages stand for answers to write, but for tool calls, since their results
-    follow.
-    """
+class Dialogue(NamedTuple):
+    """A conversation to answer. Its assistant messages are answered anew, except tool calls, whose results follow."""
 
     key: str
     subject: str
@@ -35,7 +33,7 @@ class Question(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An answer of so many tokens; `ended` says that the target ended it. `refused`: why there is none."""
+    """An answer of `tokens` tokens; `ended` by the target, not by a limit. `refused`: the reason if there is none."""
 
     key: str
     message: Message
@@ -45,10 +43,10 @@ class Reply(NamedTuple):
 
 
 class Answerer(Protocol):
-    """Something that answers questions: the target in this process, or a server."""
+    """Interface of what answers questions: the target in this process, or a server."""
 
     def ask(self, question: Question, first: bool = False) -> str | None:
-        """Queue a question, before the others with `first`. The reason where it cannot be asked."""
+        """Queue a question, with `first` before the others. Returns the reason if it cannot be asked."""
         ...
 
     def replies(self) -> Iterator[Reply]:
@@ -56,17 +54,16 @@ class Answerer(Protocol):
         ...
 
 
-def next_step(plan: Plan, replies: Sequence[Reply], seed: int) -> Question | Row | None:
-    """What follows after `replies`, the answers so far in order: the next question, the finished row, or None: nothing
-    to keep.
+def next_step(dialogue: Dialogue, replies: Sequence[Reply], seed: int) -> Question | Row | None:
+    """The next question after `replies` (the answers so far, in order), the finished row, or None if nothing is kept.
 
-    An answer that the length limit cut ends the conversation, as does one that calls a tool, for nobody knows the
-    result; an empty one, or a turn that was refused, ends it with the answer before.
+    An answer that the length limit cut ends the conversation, as does one that calls a tool, whose result is unknown.
+    An empty answer, or a refused turn, ends it with the answer before.
     """
     history: list[Message] = []
     kept: list[Message] = []  # up to the last answer
     used = 0
-    places = plan.messages if plan.messages[-1]["role"] == "assistant" else (*plan.messages, ANSWER)
+    places = dialogue.messages if dialogue.messages[-1]["role"] == "assistant" else (*dialogue.messages, ANSWER)
     for message in places:
         if message["role"] != "assistant":
             history.append(message)
@@ -74,11 +71,11 @@ def next_step(plan: Plan, replies: Sequence[Reply], seed: int) -> Question | Row
             history.append({**message, "weight": 0})
         elif used == len(replies):
             return Question(
-                plan.key,
+                dialogue.key,
                 tuple(history),
-                plan.tools,
-                plan.temperature,
-                draw_seed(seed, plan.key, f"answer{used or ''}"),
+                dialogue.tools,
+                dialogue.temperature,
+                draw_seed(seed, dialogue.key, f"answer{used or ''}"),
             )
         else:
             reply, used = replies[used], used + 1
@@ -91,15 +88,15 @@ def next_step(plan: Plan, replies: Sequence[Reply], seed: int) -> Question | Row
             kept = list(history)
             if not reply.ended or reply.message.get("tool_calls"):
                 break
-    return _row(plan, kept, replies[:used]) if kept else None
+    return _row(dialogue, kept, replies[:used]) if kept else None
 
 
-def num_answers(plan: Plan) -> int:
-    """How many answers the conversation asks for."""
+def num_answers(dialogue: Dialogue) -> int:
+    """Number of answers that the conversation asks for."""
     answers = [
-        m for m in plan.messages if m["role"] == "assistant" and not m.get("tool_calls") and m.get("weight") != 0
+        m for m in dialogue.messages if m["role"] == "assistant" and not m.get("tool_calls") and m.get("weight") != 0
     ]
-    return len(answers) + (plan.messages[-1]["role"] != "assistant")
+    return len(answers) + (dialogue.messages[-1]["role"] != "assistant")
 
 
 def draw_seed(seed: int, key: str, purpose: str) -> int:
@@ -107,7 +104,11 @@ def draw_seed(seed: int, key: str, purpose: str) -> int:
     return random.Random(f"{seed}:{key}:{purpose}").getrandbits(48)
 
 
-def _row(plan: Plan, messages: list[Message], replies: Sequence[Reply]) -> Row:
-    row: Row = {"id": plan.key, "messages": messages, "finish_reason": "stop" if replies[-1].ended else "length"}
-    row |= {"subject": plan.subject, "temperature": plan.temperature, "tokens": sum(reply.tokens for reply in replies)}
-    return row | ({"tools": list(plan.tools)} if plan.tools else {})
+def _row(dialogue: Dialogue, messages: list[Message], replies: Sequence[Reply]) -> Row:
+    row: Row = {"id": dialogue.key, "messages": messages, "finish_reason": "stop" if replies[-1].ended else "length"}
+    row |= {
+        "subject": dialogue.subject,
+        "temperature": dialogue.temperature,
+        "tokens": sum(reply.tokens for reply in replies),
+    }
+    return row | ({"tools": list(dialogue.tools)} if dialogue.tools else {})

@@ -1,8 +1,6 @@
-"""The work directory of a corpus that is being written: its settings, one JSON line for each finished piece, and what
-is complete.
+"""Work directory of a corpus run: its settings, one JSON line per finished piece, and which shards are complete.
 
-So a stopped run goes on where it was, one that was begun otherwise is refused, and putting shards together knows what
-is missing.
+A stopped run is resumed from it, other settings are refused, and a merge sees which shards are missing.
 """
 
 from __future__ import annotations
@@ -43,10 +41,8 @@ class RunSettings(Settings):
     shards: int
 
 
-def begin(work: Path, settings: RunSettings, say: Callable[[str], None]) -> None:
-    """Keep `settings` beside the work files. Raises `UserError`, naming the difference, where the run was begun with
-    others.
-    """
+def store_settings(work: Path, settings: RunSettings, say: Callable[[str], None]) -> None:
+    """Store `settings` beside the work files. Raises `UserError`, naming the difference, if the run has others."""
     before = read_settings(work)
     if before is not None:
         for name in RunSettings.model_fields:
@@ -64,7 +60,7 @@ def begin(work: Path, settings: RunSettings, say: Callable[[str], None]) -> None
 
 
 def read_settings(work: Path) -> RunSettings | None:
-    """The settings that a run kept; None where there are none."""
+    """The stored settings of a run; None where there are none."""
     file = work / SETTINGS_FILE
     if not file.is_file():
         return None
@@ -75,7 +71,7 @@ def read_settings(work: Path) -> RunSettings | None:
 
 
 def mark_complete(work: Path, shard: int, complete: bool) -> None:
-    """Say that a shard has written all it was to write, or that it is at work again."""
+    """Mark a shard as complete, or as at work again."""
     file = work / f"complete-{shard}"
     if complete:
         file.touch()
@@ -83,21 +79,19 @@ def mark_complete(work: Path, shard: int, complete: bool) -> None:
         file.unlink(missing_ok=True)
 
 
-def unfinished(work: Path, shards: int) -> list[int]:
-    """The shards that have not said that they are complete."""
+def incomplete_shards(work: Path, shards: int) -> list[int]:
+    """The shards that are not marked as complete."""
     return [shard for shard in range(shards) if not (work / f"complete-{shard}").is_file()]
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The complete lines of a work file, without touching it: another process may still be writing. None where it is
-    missing.
-    """
+    """The complete lines of a work file, none if it is missing. Does not change it: another process may be writing."""
     content = file.read_text(encoding="utf-8") if file.is_file() else ""
     return [json.loads(line) for line in content[: content.rfind("\n") + 1].splitlines()]
 
 
-def mend(file: Path) -> list[dict[str, Any]]:
-    """The complete lines; one that a kill cut short is taken out of the file, and will be written again."""
+def read_and_repair(file: Path) -> list[dict[str, Any]]:
+    """The complete lines; a last line that a kill cut short is removed from the file, to be written again."""
     if file.is_file():
         content = file.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
