@@ -76,16 +76,15 @@ def remove_temporary(directory: Path) -> None:
 
 def _swap_directories(temporary: Path, final: Path) -> None:
     """Rename `temporary` to `final`. A directory cannot be renamed over a full one, so the old one is renamed first,
-    and renamed back where the new one cannot take its place.
+    and renamed back where an error or an interrupt keeps the new one from taking its place.
     """
     old = temporary.with_suffix(".old")
-    replaces = final.exists()
-    if replaces:
-        final.rename(old)
     try:
+        if final.exists():
+            final.rename(old)
         temporary.rename(final)
-    except OSError:
-        if replaces:
+    except BaseException:
+        if old.exists() and not final.exists():
             old.rename(final)
         raise
     _fsync(final.parent)

@@ -87,17 +87,20 @@ def test_a_directory_is_replaced_whole_or_stays(tmp_path: Path) -> None:
     assert names(place) == ["new"] and names(tmp_path) == ["d"]
 
 
-def test_a_directory_that_cannot_be_replaced_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()], ids=["OSError", "Ctrl-C"])
+def test_a_directory_that_cannot_be_replaced_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     place, rename = tmp_path / "d", Path.rename
     atomic_write_directory(place, lambda path: (path / "old").write_text("old"))
 
     def refused(self: Path, target: Path) -> Path:
         if self.suffix == ".partial":
-            raise OSError(5, "Input/output error")
+            raise error
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", refused)
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(type(error)):
         atomic_write_directory(place, lambda path: (path / "new").write_text("new"))
     assert names(place) == ["old"] and names(tmp_path) == ["d"]
 
