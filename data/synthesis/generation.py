@@ -1,7 +1,8 @@
 """Batched decoding for corpora: a target's continuations of many prompts, by the serving engine in mode ar.
 
-The engine brings continuous batching, chunked prefill, the prefix cache and GPUs. A continuation depends on its
-prompt, temperature and seed, and not on what is decoded beside it.
+The engine brings continuous batching, chunked prefill, the prefix cache and GPUs. Draws are keyed by the seed of a
+continuation and the position in it. In float32 a continuation does not depend on what is decoded beside it; in
+bfloat16 and float16 the rounding changes with the shape of the batch, and a near-tie may go the other way.
 """
 
 from __future__ import annotations
