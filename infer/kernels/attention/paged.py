@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -33,6 +34,11 @@ from infer.kernels.attention.sdpa import (
 )
 from infer.kernels.decoder_layer import cpu as cpu_rows
 
+NOT_COMPUTED = (
+    "sliding_window",
+    "softcap",
+    "s_aux",
+)  # what transformers' layers may ask of attention beside its scale
 FEW_ROWS = 12  # up to this many the row kernels are faster than torch's attention on CPU
 
 
@@ -42,6 +48,17 @@ class AttentionContext(Protocol):
     def attend(self, layer: int, query_1NRD: Tensor, key_1MRD: Tensor, value_1MRD: Tensor, scale: float) -> Tensor:
         """Return the attended values, [batch, rows, N, D]."""
         ...
+
+
+CURRENT: ContextVar[AttentionContext] = ContextVar("CURRENT")  # of the forward that runs in this thread
+
+
+class KvShape(NamedTuple):
+    """What a position leaves in one layer's pool: M heads of keys and of values, whose sizes differ in MLA."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
 
 
 class KvPool(NamedTuple):
@@ -56,8 +73,16 @@ class KvPool(NamedTuple):
         """A zeroed pool of `num_blocks * block_size` slots of M key heads of size D, in the dtype and on the device of
         `like`.
         """
-        shape = (num_blocks * block_size, *heads_MD)
-        keys, values = (tuple(zeros_on_demand(shape, like) for _ in range(layers)) for _ in range(2))
+        return KvPool.of_shape(layers, num_blocks, block_size, KvShape(heads_MD[0], heads_MD[1], heads_MD[1]), like)
+
+    @staticmethod
+    def of_shape(layers: int, num_blocks: int, block_size: int, shape: KvShape, like: Tensor) -> KvPool:
+        """`allocate`, with values of a size of their own."""
+        slots = num_blocks * block_size
+        keys, values = (
+            tuple(zeros_on_demand((slots, shape.heads, size), like) for _ in range(layers))
+            for size in (shape.key_dim, shape.value_dim)
+        )
         return KvPool(keys, values, block_size)
 
     def slots(self, blocks: Sequence[int], start: int, stop: int) -> list[int]:
@@ -213,11 +238,15 @@ class PagedContext:
             lengths_B = torch.tensor([r.num_keys for r in self.requests], device=keys.device)
             visible = torch.arange(longest, device=keys.device)[None] < lengths_B[:, None]
             self.masks[key] = as_bias(visible, query_RND.dtype)[:, None, None]
-        shape, strides = (rows, kv_heads, longest, head), (step * keys.stride(0), keys.stride(1), keys.stride(0), 1)
-        key_BMLD, value_BMLD = (side[first:].as_strided(shape, strides) for side in (keys, values))
+        key_BMLD, value_BMLD = (
+            side[first:].as_strided(
+                (rows, kv_heads, longest, side.shape[2]), (step * side.stride(0), side.stride(1), side.stride(0), 1)
+            )
+            for side in (keys, values)
+        )
         query_BMGD = query_RND.reshape(rows, kv_heads, -1, head)
         out = F.scaled_dot_product_attention(query_BMGD, key_BMLD, value_BMLD, attn_mask=self.masks[key], scale=scale)
-        return out.reshape(rows, -1, head)
+        return out.reshape(rows, -1, values.shape[2])
 
 
 @dataclass(frozen=True)
@@ -261,11 +290,17 @@ def attend_in_context(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    scaling: float,
-    context: AttentionContext,
+    scaling: float | None = None,
+    context: AttentionContext | None = None,
     **extra: object,
 ) -> tuple[Tensor, None]:
-    """The attention function of a transformers layer: hands its rotated rows to the forward's context."""
-    unknown = {name: extra[name] for name in ("sliding_window", "softcap", "s_aux") if extra.get(name) is not None}
-    assert not unknown, f"attention with {unknown} is not computed here; drafters.targets.target refuses such targets"
-    return context.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
+    """The attention function of a transformers layer: hands its rotated rows to the forward's context, which came down
+    through the layers or is the `CURRENT` one.
+    """
+    context = context or CURRENT.get(None)
+    assert context is not None, "a forward without a context"
+    assert attention_mask is None, "attention with a mask of the model's own is not computed here"
+    unknown = {name: extra[name] for name in NOT_COMPUTED if extra.get(name) is not None}
+    assert not unknown, f"attention with {unknown} is not computed here; drafters.targets.support refuses such targets"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return context.attend(module.layer_idx, query, key, value, scale), None  # type: ignore[arg-type]
