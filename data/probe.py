@@ -39,7 +39,7 @@ def agreement(target: Target, examples: Sequence[Example]) -> Agreement:
         places = [i for i in range(1, len(example.token_ids)) if example.turn_ids[i]]
         for start in range(0, len(places), POSITIONS):
             part = torch.tensor(places[start : start + POSITIONS], device=target.device)
-            argmax = target.model.get_output_embeddings()(hidden_TH[part - 1]).argmax(-1)
+            argmax = target.head(hidden_TH[part - 1]).argmax(-1)
             right += int((argmax == ids_BT[0, part]).sum())
         total += len(places)
     return Agreement(total, right / total if total else 0.0)

@@ -51,9 +51,8 @@ class BatchGenerator:
     def __init__(self, target: Target, batch_size: int, max_tokens: int) -> None:
         facts = target.facts
         self.target, self.max_tokens = target, max_tokens
-        heads_MD = (facts.num_key_value_heads, facts.head_dim)
-        self.pool = KvPool.allocate(
-            facts.num_hidden_layers, batch_size, max_tokens, heads_MD, like=target.embed_weight
+        self.pool = KvPool.of_shape(
+            facts.num_hidden_layers, batch_size, max_tokens, facts.kv, like=target.embed_weight
         )
         self.slots: list[_Running | None] = [None] * batch_size
 
@@ -104,7 +103,7 @@ class BatchGenerator:
         context = PagedContext.build(self.pool, requests, device)
         ids, places = (torch.tensor([values], device=device) for values in (tokens, positions))
         output = self.target.model.get_decoder()(input_ids=ids, position_ids=places, use_cache=False, context=context)
-        return self.target.model.get_output_embeddings()(output.last_hidden_state[0, rows.to(device)])
+        return self.target.head(output.last_hidden_state[0, rows.to(device)])
 
     def _advance(self, slots: Sequence[int], logits_BV: Tensor) -> Iterator[Answer]:
         running = [self.slots[slot] for slot in slots]

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from drafters.base.errors import UserError
 from drafters.targets.files import TargetIdentity, resolve_target
-from infer.kernels.attention.paged import DocumentContext, attend_in_context
+from drafters.targets.head import TargetHead
+from drafters.targets.support import ATTENTION, check_config, compare_paged, examine, layers_of
+from infer.kernels.attention.paged import DocumentContext, KvShape, attend_in_context
 from infer.kernels.decoder_layer.fused import FusedDecoderLayer, fits
 from infer.kernels.linear.packed import PackedLinear, fuse, is_plain, pack
 
-ATTENTION = "ssd_context"  # the name under which our attention function is registered with transformers
 LOADED_OTHERWISE = {
     "dtype",
     "torch_dtype",
@@ -55,6 +56,7 @@ class TargetFacts:
     rope_parameters: Mapping[str, Any] = field(
         default_factory=dict
     )  # as transformers 5 states them: theta, type, scaling
+    kv: KvShape = KvShape(0, 0, 0)  # what a token leaves in each layer's pool, as the target's attention asks for it
 
     @property
     def identity(self) -> TargetIdentity:
@@ -69,7 +71,7 @@ class Target:
     model: Any
     tokenizer: Any
     facts: TargetFacts
-    lm_head_weight: Tensor  # [V, H]
+    head: TargetHead  # from the last hidden state to logits
     embed_weight: Tensor  # [V, H]
     weights_read: int  # weights that decoding a token reads: all, but for embeddings that the head does not share
     sharded: bool = False  # each process holds a part: a forward is a collective
@@ -77,7 +79,14 @@ class Target:
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers, in order."""
-        return self.model.get_decoder().layers
+        layers = layers_of(self.model)
+        assert layers is not None, "a target without layers is refused at load"
+        return layers
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """The head's weight [V, H]. It alone is not the logits: see `head`."""
+        return self.head.weight
 
     @property
     def device(self) -> torch.device:
@@ -107,22 +116,28 @@ def load_target(
     """
     from transformers import AttentionInterface
 
-    from drafters.targets.model import load_model, whole_weight
+    from drafters.targets.model import load_config, load_model, whole, whole_weight
 
     AttentionInterface.register(ATTENTION, attend_in_context)
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
     path = resolve_target(spec, cache_dir)
     tokenizer = _tokenizer(spec, path)
+    check_config(spec, load_config(spec, path))
     model = load_model(spec, path, DTYPES[dtype], device, ATTENTION, shards)
-    _check_attention(spec, model.config.get_text_config())
-    facts = _facts(spec, Path(path), model, tokenizer)
-    head = whole_weight(model.get_output_embeddings(), spec, "output head")
+    weight = whole_weight(model.get_output_embeddings(), spec, "output head")
     embed = whole_weight(model.get_input_embeddings(), spec, "embeddings")
+    examined = examine(spec, model, weight, shards > 1)
+    facts = _facts(spec, Path(path), model, tokenizer, examined.kv)
     read = sum(weight.numel() for weight in model.parameters())
     read -= 0 if model.get_input_embeddings().weight is model.get_output_embeddings().weight else embed.numel()
+    bias = getattr(model.get_output_embeddings(), "bias", None)
     if fuse_layers and shards == 1:
         _speed_up(model)
+    if shards == 1:
+        compare_paged(spec, model, examined)
+    linear = model.get_output_embeddings() if shards == 1 else None
+    head = TargetHead(weight, None if bias is None else whole(bias.detach()), examined.law, linear)
     return Target(model, tokenizer, facts, head, embed, read, shards > 1)
 
 
@@ -209,22 +224,9 @@ def _through_whole(model: Any, arguments: dict[str, Any]) -> Tensor:
     return kept[0]
 
 
-def _check_attention(spec: str, config: Any) -> None:
-    """Refuse what our attention function does not compute, rather than serve wrong text."""
-    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    for found, what in (
-        (windowed or kinds, "sliding-window or other than full attention"),
-        (getattr(config, "attn_logit_softcapping", None) is not None, "soft-capped attention scores"),
-    ):
-        if found:
-            raise UserError(
-                f"target {spec!r} ({config.model_type}) has {what}, which is not supported yet; use one with full attention"
-            )
-
-
 def _speed_up(model: Any) -> None:
-    layers = model.get_decoder().layers
+    layers = layers_of(model)
+    assert layers is not None, "examined before"
     for index, layer in enumerate(layers):
         if fits(layer):
             layers[index] = FusedDecoderLayer.of_llama(layer)
@@ -240,10 +242,11 @@ def _speed_up(model: Any) -> None:
         setattr(model, name, PackedLinear(head.weight, head.bias))
 
 
-def _facts(spec: str, path: Path, model: Any, tokenizer: Any) -> TargetFacts:
+def _facts(spec: str, path: Path, model: Any, tokenizer: Any, kv: KvShape) -> TargetFacts:
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # of models that state it for each kind of layer
     return TargetFacts(
         name=spec,
         weight_hash=_weight_hash(path, model.config),
@@ -255,12 +258,13 @@ def _facts(spec: str, path: Path, model: Any, tokenizer: Any) -> TargetFacts:
         num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))),
         max_position_embeddings=config.max_position_embeddings,
         end_token_ids=_end_tokens(model, tokenizer),
         rope_parameters=dict(rope),
+        kv=kv,
     )
 
 

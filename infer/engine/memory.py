@@ -64,7 +64,7 @@ def bytes_per_token(facts: TargetFacts, drafter: DrafterConfig | None, size: int
     """Of the target's pool (keys and values of all layers, and the feature for the drafter) and of the drafter's;
     `size` of a number.
     """
-    target = 2 * facts.num_hidden_layers * facts.num_key_value_heads * facts.head_dim * size
+    target = facts.num_hidden_layers * facts.kv.heads * (facts.kv.key_dim + facts.kv.value_dim) * size
     if drafter is None:
         return target, 0
     return (

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafters.targets.head import TargetHead
 from train.ops import cpu_loss
 from train.ops.cpu_train import add_to
 
@@ -311,18 +312,18 @@ def _exact(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def teacher_probabilities(last_hidden_PH: Tensor, head_VH: Tensor, log_normaliser_P: Tensor) -> Tensor:
-    """fp16 [P, Vd]: the target's probabilities of the draft vocabulary, from its sliced head and its full
+def teacher_probabilities(last_hidden_PH: Tensor, head: TargetHead, log_normaliser_P: Tensor) -> Tensor:
+    """fp16 [P, Vd]: the target's probabilities of the draft vocabulary, from its head's rows and its full
     log-normaliser.
 
     fp16 holds numbers in [0, 1] with eight times the precision of bf16. Shared by all depths, which only shift it.
     """
     hidden, log_normaliser = pad_rows(last_hidden_PH), pad_rows(log_normaliser_P)
-    result = torch.empty(len(hidden), len(head_VH), dtype=torch.float16, device=hidden.device)
+    result = torch.empty(len(hidden), len(head), dtype=torch.float16, device=hidden.device)
     at_once = ROWS if hidden.device.type == "cpu" else CHUNK
     for start in range(0, len(hidden), at_once):
         part = slice(start, start + at_once)
-        logits = F.linear(hidden[part], head_VH.to(hidden.dtype))
+        logits = head(hidden[part])
         if cpu_loss.available(logits, result):
             cpu_loss.probabilities(logits, log_normaliser[part].float().contiguous(), result[part])
         else:

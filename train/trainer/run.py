@@ -53,7 +53,7 @@ def check_batch(settings: TrainSettings, num_processes: int) -> None:
 def make_objective(settings: TrainSettings, prepared: Prepared) -> Objective:
     """The module that is trained."""
     vocab = prepared.start.vocab.draft_to_target
-    head = prepared.target.lm_head_weight[vocab].clone()
+    head = prepared.target.head.rows(vocab)
     return Objective(prepared.start.drafter, head, vocab, settings.loss, DTYPES[settings.dtype])
 
 
