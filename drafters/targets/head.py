@@ -47,6 +47,11 @@ class TargetHead(nn.Module):
         self.bias: Tensor | None
         self._linear = [linear]  # in a list, so that it is not registered twice
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether logits are the product with the weight and nothing else."""
+        return self.law == HeadLaw() and self.bias is None
+
     def __len__(self) -> int:
         return len(self.weight)
 
@@ -56,6 +61,10 @@ class TargetHead(nn.Module):
             return self.law.of(linear(hidden))
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
         return self.law.of(F.linear(hidden, self.weight.to(hidden.dtype), bias))
+
+    def bare(self) -> TargetHead:
+        """The same head without the module that serves it."""
+        return TargetHead(self.weight, self.bias, self.law)
 
     def rows(self, ids_V: Tensor) -> TargetHead:
         """The head of some tokens only, in memory of its own."""

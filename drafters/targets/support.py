@@ -14,7 +14,6 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import Token
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,7 +25,6 @@ from drafters.base.errors import UserError
 from drafters.targets.head import HeadLaw, find_law
 from infer.kernels.attention.paged import (
     CURRENT,
-    AttentionContext,
     DocumentContext,
     KvPool,
     KvShape,
@@ -163,9 +161,9 @@ def examine(spec: str, model: Any, head_VH: Tensor, sharded: bool) -> Examined:
     for name in FACTS:
         if getattr(config, name, None) is None:
             raise refusal(spec, config, "", Cause(name, None, "drafters have to know it"))
-    width = (getattr(config, "hidden_size", None), len(head_VH))
-    if width != (head_VH.shape[1], config.vocab_size):
-        raise refuse(f"its head is [{len(head_VH)}, {head_VH.shape[1]}], not vocab_size by hidden_size {width[::-1]}")
+    for name, size in (("vocab_size", head_VH.shape[0]), ("hidden_size", head_VH.shape[1])):
+        if (stated := getattr(config, name)) != size:
+            raise refusal(spec, config, "", Cause(name, stated, f"the output head has {size}"))
     ids = (torch.arange(TOKENS, device=head_VH.device)[None] * 7 + 3) % config.vocab_size
     bias = getattr(model.get_output_embeddings(), "bias", None)
     with _refusing(refuse, "its own forward fails"):
@@ -260,17 +258,15 @@ def _keep_context(decoder: Any) -> None:
     """Let attention find the `context=` of a forward where the layers between do not hand it down."""
     parameters = inspect.signature(decoder.forward).parameters.values()
     hands_down = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    tokens: list[Token[AttentionContext]] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if context := kwargs.get("context"):
-            tokens.append(CURRENT.set(context))
+            CURRENT.set(context)
             kwargs = kwargs if hands_down else {name: x for name, x in kwargs.items() if name != "context"}
         return args, kwargs
 
     def after(*_: Any) -> None:
-        if tokens:
-            CURRENT.reset(tokens.pop())
+        CURRENT.set(None)
 
     decoder.register_forward_pre_hook(before, with_kwargs=True)
     decoder.register_forward_hook(after, always_call=True)

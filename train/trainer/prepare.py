@@ -104,9 +104,8 @@ def prepare(settings: TrainSettings, caller: Caller) -> Prepared:
         training, measured_on = online(settings, target, rows, taps)
         return Prepared(target, first, training, measured_on, data, key)
     training, measured_on = offline(settings, target, rows, taps, caller)
-    return Prepared(
-        replace(target, model=None), first, training, measured_on, data, key
-    )  # its layers are not needed any more
+    bare = replace(target, model=None, head=target.head.bare())  # its layers are not needed any more
+    return Prepared(bare, first, training, measured_on, data, key)
 
 
 def split(conversations: Sequence[Conversation], heldout: int) -> tuple[list[Conversation], list[Conversation]]:

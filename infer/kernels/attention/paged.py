@@ -50,7 +50,7 @@ class AttentionContext(Protocol):
         ...
 
 
-CURRENT: ContextVar[AttentionContext] = ContextVar("CURRENT")  # of the forward that runs in this thread
+CURRENT: ContextVar[AttentionContext | None] = ContextVar("CURRENT", default=None)  # of this thread's forward
 
 
 class KvShape(NamedTuple):
@@ -297,7 +297,7 @@ def attend_in_context(
     """The attention function of a transformers layer: hands its rotated rows to the forward's context, which came down
     through the layers or is the `CURRENT` one.
     """
-    context = context or CURRENT.get(None)
+    context = context or CURRENT.get()
     assert context is not None, "a forward without a context"
     assert attention_mask is None, "attention with a mask of the model's own is not computed here"
     unknown = {name: extra[name] for name in NOT_COMPUTED if extra.get(name) is not None}

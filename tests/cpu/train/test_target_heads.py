@@ -9,11 +9,16 @@ import pytest
 import torch
 
 from data.chat.pack import PackedRow
+from drafters.eagle3_ssd.model import Eagle3Drafter
+from drafters.eagle3_ssd.vocab import VocabMap
 from drafters.targets.families import plain_model, prompts, save_tiny
 from drafters.targets.head import HeadLaw, TargetHead, find_law
 from drafters.targets.target import load_target
+from train.config import DrafterSettings, TrainSettings
+from train.costs.sizes import drafter_config
 from train.objective.losses import teacher_probabilities
 from train.target_features.features import compute_features
+from train.trainer.initialise import take_over
 
 DRAFT_IDS = torch.arange(3, 259, 4)
 
@@ -33,6 +38,16 @@ def test_the_teacher_is_the_targets_own_distribution(family: str, tmp_path: Path
     assert torch.equal(features.argmax[0], own.argmax(-1))
     probs = teacher_probabilities(features.last_hidden[0], target.head.rows(DRAFT_IDS), features.log_normaliser[0])
     torch.testing.assert_close(probs.float(), own.softmax(-1)[:, DRAFT_IDS], rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["granite", "phi", "gpt2", "gptj", "deepseek_v3"])
+def test_a_drafter_starts_from_the_heads_scale_and_says_what_it_could_not_take(family: str, tmp_path: Path) -> None:
+    target = load_target(str(save_tiny(family, tmp_path)), "float32", fuse_layers=False)
+    settings = DrafterSettings(draft_vocab_size=len(DRAFT_IDS))
+    drafter = Eagle3Drafter(drafter_config(TrainSettings.model_construct(drafter=settings), target.model.config))
+    notes = take_over(drafter, target, VocabMap(DRAFT_IDS, 259))
+    assert torch.equal(drafter.lm_head.weight, target.lm_head_weight[DRAFT_IDS] * target.head.law.scale)
+    assert any("starts at random" in note for note in notes) == (family != "granite"), notes
 
 
 class Fields:
