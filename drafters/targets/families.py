@@ -90,6 +90,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "dots1": {"n_shared_experts": 1},
+    "dots3_note_text": {"layer_types": FULL},
     "falcon_h1": {"lm_head_multiplier": 0.5},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]], "window_size": 8},
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "granitemoehybrid"), {"logits_scaling": 8.0}),
@@ -310,7 +311,8 @@ def _quiet() -> Iterator[None]:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+    noise = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stderr(noise), contextlib.redirect_stdout(noise):
         warnings.simplefilter("ignore")
         yield
 
