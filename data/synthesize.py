@@ -19,13 +19,13 @@ from typing import Any
 
 from data.arguments import parse_bool
 from data.chat.conversations import Conversation, DataError, read_conversations
-from data.progress import Meter
 from data.prompts import read_prompts
 from data.synthesis.answer_loop import write_answers
-from data.synthesis.seeds import opening
 from data.synthesis.dialogue import Dialogue, draw_seed
-from data.synthesis.work_directory import RunSettings, store_settings, mark_complete, read_and_repair
+from data.synthesis.seeds import opening
+from data.synthesis.work_directory import RunSettings, mark_complete, read_and_repair, store_settings
 from drafters.base.errors import CommandParser, UserError, run_command
+from drafters.base.progress import ProgressDisplay
 from drafters.targets.identity import TargetIdentity
 from drafters.targets.template import TemplateOptions
 
@@ -76,7 +76,9 @@ def main(argv: Sequence[str]) -> int:
     with _sigterm_interrupts():
         answerer, target = _answerer(options, template)
         dialogues = (
-            _dialogues(options, chats) if chats is not None else _write_prompts(options, target, answerer.generator, work)
+            _dialogues(options, chats)
+            if chats is not None
+            else _write_prompts(options, target, answerer.generator, work)
         )
         write_answers(work, options.index, answerer, dialogues, goal, options.seed, print)
     mark_complete(work, options.index, True)
@@ -283,17 +285,19 @@ def _write_prompts(options: argparse.Namespace, target: Any, generator: Any, wor
         for key, o in drawn.items()
         if o.continues and key not in done
     ]
-    with file.open("a", encoding="utf-8") as out, Meter("prompts", len(asks)) as meter:
+    with file.open("a", encoding="utf-8") as out, ProgressDisplay("prompts", len(asks)) as progress:
         for answer in generator.run(asks):
             text = target.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
             done[answer.key] = {"key": answer.key, "text": text, "ended": answer.ended}
             print(json.dumps(done[answer.key]), file=out, flush=True)
-            meter.add(1)
+            progress.advance()
     dialogues = []
     for position, (key, o) in enumerate(drawn.items()):
         text = (o.text + done[key]["text"] if o.continues else o.text).strip()
         if text and (not o.continues or done[key]["ended"]):  # a turn that never ended is no prompt
-            dialogues.append(Dialogue(key, o.subject, ({"role": "user", "content": text},), (), _temperature(position)))
+            dialogues.append(
+                Dialogue(key, o.subject, ({"role": "user", "content": text},), (), _temperature(position))
+            )
     return dialogues
 
 

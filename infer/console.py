@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from drafters.base.errors import CommandParser, UserError, unknown_name
 from drafters.base.serving import ServingSettings
@@ -86,18 +85,6 @@ def interruptible() -> Iterator[Interrupt]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def progress_bar() -> Progress:
-    """A bar with the count and the time left, on stderr."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
-    return Progress(*columns, console=stderr, refresh_per_second=2)  # a refresh takes time from what is measured
 
 
 @contextmanager

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drafters.base.errors import EXIT_INTERRUPTED, UserError, run_command
+from drafters.base.progress import ProgressDisplay
 from drafters.targets.template import TemplateOptions
 from infer.config import BASELINE, Mode
-from infer.console import Interrupt, Parser, interruptible, loading, make_directory, note, progress_bar
+from infer.console import Interrupt, Parser, interruptible, loading, make_directory, note, stderr
 from infer.evaluation.runs import Run, plan_runs
 from infer.evaluation.table import print_table
 from infer.tracing.profiler import profiling
@@ -181,9 +182,9 @@ def measure_all(
             warm_up = render_prompt(WARM_UP, target.tokenizer)
             for engine in engines:
                 answer(engine, warm_up, type(params)(WARM_UP_TOKENS), interrupt)
-        with progress_bar() as bar, profiling(profile):
-            task = bar.add_task("prompts x modes", total=len(prompts) * len(runs))
-            measure(engines, measured, prompts, params, interrupt, lambda: bar.advance(task))
+        total = len(prompts) * len(runs)
+        with ProgressDisplay("prompts x modes", total, console=stderr) as display, profiling(profile):
+            measure(engines, measured, prompts, params, interrupt, display.advance)
         for run, engine in zip(runs, engines, strict=True):
             if engine.draft_failures:
                 log.warning("%s: the draft process died on the way: these are not the figures of ssd", run.label)
@@ -252,15 +253,13 @@ def replay_hits(measured: Sequence[Measured], target: Target, interrupt: Interru
 
     runs = [run for run in measured if run.mode is Mode.SSD]
     paired: dict[str, list[PairedTokens]] = {run.label: [] for run in runs}
-    with progress_bar() as bar:
-        task = bar.add_task(
-            "answers replayed with fresh features", total=sum(len(run.answers) for run in runs), visible=bool(runs)
-        )
+    total = sum(len(run.answers) for run in runs)
+    with ProgressDisplay("answers replayed with fresh features", total, console=stderr, quiet=not runs) as display:
         for run in runs:
             pairs = paired_tokens(run.answers, run.settings, target)
             while not interrupt and (pair := next(pairs, None)) is not None:
                 paired[run.label].append(pair)
-                bar.advance(task)
+                display.advance()
     if interrupt and runs:
         note("interrupted: retention is left out")
     return {} if interrupt else paired

@@ -20,15 +20,15 @@ import itertools
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 from data.chat.render import render_prompt
 from drafters.base.errors import UserError
+from drafters.base.progress import ProgressDisplay
 from infer.config import Mode
-from infer.console import progress_bar
+from infer.console import stderr
 from infer.engine.engine import Engine
 from infer.engine.request import FinishReason, Request, RequestOutput, SamplingParams
 from infer.evaluation.figures import hit_rate, tokens_per_round, tokens_per_second
@@ -156,13 +156,11 @@ class LLM:
         call = self._submit(prompts, params)
         answers: dict[int, Answer] = {}
         shown = progress if progress is not None else len(prompts) > 1 and sys.stderr.isatty()
-        with progress_bar() if shown else nullcontext() as bar:
-            task = bar.add_task("prompts", total=len(prompts)) if bar else None
+        with ProgressDisplay("prompts", len(prompts), console=stderr, quiet=not shown) as display:
             for piece in self._pieces(call):
                 if piece.answer is not None:
                     answers[piece.index] = piece.answer
-                    if bar is not None and task is not None:
-                        bar.advance(task)
+                    display.advance()
         return [answers[index] for index in range(len(prompts))]
 
     def _pieces(self, call: PendingCall) -> Iterator[Piece]:

@@ -1,4 +1,4 @@
-"""Conversations in, rows out: every turn is asked, kept when it comes, and the finished rows are lines of a work file."""
+"""Answer loop of a corpus run: asks the turns of all dialogues and stores replies and finished rows as they come."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from data.progress import Meter
 from data.synthesis.dialogue import Answerer, Dialogue, Question, Reply, next_step, num_answers
 from data.synthesis.work_directory import read_and_repair
 from drafters.base.errors import UserError
+from drafters.base.progress import ProgressDisplay
 
-HOPELESS = 20  # refusals without an answer among them, after which a run gives up
-SHOWN = 3  # reasons that are said before the rest is only counted
+HOPELESS = 20  # refusals without one answer, after which a run gives up
+SHOWN = 3  # reasons that are printed; further ones are only counted
 
 
 def write_answers(
@@ -39,13 +39,13 @@ def write_answers(
     for line in read_and_repair(turns_file):
         if line["key"] in under_way:
             under_way[line["key"]].replies.append(Reply(**line))
-    meter = (
-        Meter("conversations", len(dialogues), len(dialogues) - len(under_way))
+    progress = (
+        ProgressDisplay("conversations", len(dialogues), len(dialogues) - len(under_way))
         if goal is None
-        else Meter("answer tokens", goal, tokens)
+        else ProgressDisplay("answer tokens", goal, tokens)
     )
-    with rows_file.open("a", encoding="utf-8") as rows, turns_file.open("a", encoding="utf-8") as turns, meter:
-        loop = _Loop(answerer, seed, rows, meter, say, counts_tokens=goal is not None, tokens=tokens)
+    with rows_file.open("a", encoding="utf-8") as rows, turns_file.open("a", encoding="utf-8") as turns, progress:
+        loop = _Loop(answerer, seed, rows, progress, say, counts_tokens=goal is not None, tokens=tokens)
         if goal is None or tokens < goal:
             for exchange in under_way.values():
                 loop.advance(exchange, first=False)
@@ -61,26 +61,26 @@ def write_answers(
 
 
 class _Exchange:
-    """A conversation under way."""
+    """A dialogue and the replies to it so far."""
 
     def __init__(self, dialogue: Dialogue, replies: list[Reply]) -> None:
         self.dialogue, self.replies = dialogue, replies
 
 
 class _Loop:
-    """What the loop counts and writes."""
+    """Counters and files of the loop."""
 
     def __init__(
         self,
         answerer: Answerer,
         seed: int,
         rows: TextIO,
-        meter: Meter,
+        progress: ProgressDisplay,
         say: Callable[[str], None],
         counts_tokens: bool,
         tokens: int,
     ) -> None:
-        self.answerer, self.seed, self.rows, self.meter, self.say = answerer, seed, rows, meter, say
+        self.answerer, self.seed, self.rows, self.progress, self.say = answerer, seed, rows, progress, say
         self.counts_tokens, self.tokens, self.refused = counts_tokens, tokens, 0
 
     def take(self, exchange: _Exchange, reply: Reply) -> None:
@@ -95,12 +95,14 @@ class _Loop:
         step = next_step(exchange.dialogue, exchange.replies, self.seed)
         if isinstance(step, Question):
             if reason := self.answerer.ask(step, first):
-                self.take(exchange, Reply(exchange.dialogue.key, {"role": "assistant", "content": ""}, False, 0, reason))
+                self.take(
+                    exchange, Reply(exchange.dialogue.key, {"role": "assistant", "content": ""}, False, 0, reason)
+                )
             return
         if step is not None:
             print(json.dumps(step), file=self.rows, flush=True)
             self.tokens += step["tokens"]
-        self.meter.add((step["tokens"] if step else 0) if self.counts_tokens else 1)
+        self.progress.advance((step["tokens"] if step else 0) if self.counts_tokens else 1)
 
     def _note_refusal(self, key: str, reason: str) -> None:
         self.refused += 1

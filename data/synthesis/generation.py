@@ -1,7 +1,7 @@
 """Batched decoding for corpora: a target's continuations of many prompts, by the serving engine in mode ar.
 
-The engine brings continuous batching, chunked prefill, the prefix cache and GPUs. A continuation depends on its prompt,
-temperature and seed, and not on what is decoded beside it.
+The engine brings continuous batching, chunked prefill, the prefix cache and GPUs. A continuation depends on its
+prompt, temperature and seed, and not on what is decoded beside it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Continuation(NamedTuple):
 
 
 class Generated(NamedTuple):
-    """What came: the new tokens, the end token included where the model wrote one (`ended`)."""
+    """The new tokens of a continuation, with the end token if the model wrote one (`ended`)."""
 
     key: str
     token_ids: tuple[int, ...]
@@ -56,8 +56,8 @@ class BatchGenerator:
     def run(self, wanted: Iterable[Continuation]) -> Iterator[Generated]:
         """Generate all that is `wanted`, each yielded when it ends.
 
-        A deque is emptied as its entries are taken, and may be added to meanwhile: an entry is taken when there is room
-        for it, so what is put in front comes next.
+        A deque is emptied as its entries are taken, and may be added to meanwhile: an entry is taken when there is
+        room for it, so what is put in front comes next.
         """
         waiting = wanted if isinstance(wanted, deque) else deque(wanted)
         keys: dict[str, str] = {}  # by request

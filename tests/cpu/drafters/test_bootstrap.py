@@ -12,7 +12,7 @@ def test_the_interval_is_made_of_percentiles_of_resampled_statistics() -> None:
     interval = bootstrap_interval(lambda drawn_SN: values_N[drawn_SN].mean(1), 4, resamples=500, seed=3)
     assert interval is not None and interval.value == 3.75
     samples = np.random.default_rng(3).integers(4, size=(500, 4))
-    means = sorted(sum(values_N[i] for i in sample) / 4 for sample in samples)
+    means = sorted(float(sum(values_N[i] for i in sample)) / 4 for sample in samples)
     assert (interval.low, interval.high) == tuple(np.percentile(means, [2.5, 97.5]))
 
 

@@ -7,15 +7,14 @@ import io
 import pytest
 from rich.console import Console as RichConsole
 
-from train.monitor import console as module
-from train.monitor.console import Console, clock
+from train.monitor.console import Console
 
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, which the test sets."""
     now = [1000.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("drafters.base.progress.time.monotonic", lambda: now[0])
     return now
 
 
@@ -59,7 +58,3 @@ def test_other_processes_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     console.say("x")
     console.show("training", 1, 1)
     assert capsys.readouterr().err == ""
-
-
-def test_clock() -> None:
-    assert [clock(s) for s in (0.4, 61, 36000)] == ["0:00:00", "0:01:01", "10:00:00"]

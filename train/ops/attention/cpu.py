@@ -4,7 +4,8 @@ that a query sees are touched.
 A query sees a run of slots, whose scores against it a product has left in a row of `far`, and a few keys of its own,
 which are read here. `reference` has the same two functions in plain torch. Shapes: B rows, M key-value heads,
 R = G A Q queries of a head (G heads that share it, A anchors, Q queries of an anchor), D head dimension, T slots, I
-own keys of an anchor. bf16 or fp32, arithmetic in fp32.
+own keys of an anchor. bf16 or fp32, arithmetic in fp32. Both kernels open the same addresses with the same lines: a
+numba function that returned the views would cost more than it saves.
 """
 
 from __future__ import annotations
