@@ -26,7 +26,7 @@ from infer.engine.request import SamplingParams
 from tests.tiny import save_tiny_drafter
 from tests.trained import run
 
-NEW = 16
+NEW = 12
 EQUAL = [
     "granite",
     "cohere",
