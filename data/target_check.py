@@ -37,7 +37,7 @@ def top1_share(target: Target, examples: Sequence[Example]) -> Top1:
         places = [i for i in range(1, len(example.token_ids)) if example.turn_ids[i]]
         for start in range(0, len(places), POSITIONS):
             part = torch.tensor(places[start : start + POSITIONS], device=target.device)
-            argmax = target.model.get_output_embeddings()(hidden_TH[part - 1]).argmax(-1)
+            argmax = target.head(hidden_TH[part - 1]).argmax(-1)
             right += int((argmax == ids_T[part]).sum())
         total += len(places)
     return Top1(total, right / total if total else 0.0)

@@ -128,13 +128,7 @@ def _chat(line: str, where: str) -> list[dict[str, str]]:
 def greedy_answers(target: Target, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[GreedyAnswer]:
     """Greedy decoding of all prompts together; an end-of-turn token is the last of its answer."""
     facts, slots = target.facts, max(map(len, prompts)) + new_tokens
-    pool = KvPool.allocate(
-        facts.num_hidden_layers,
-        len(prompts),
-        slots,
-        (facts.num_key_value_heads, facts.head_dim),
-        like=target.embed_weight,
-    )
+    pool = KvPool.of_shape(facts.num_hidden_layers, len(prompts), slots, facts.kv, like=target.embed_weight)
     rows, done = [list(prompt) for prompt in prompts], [0] * len(prompts)
     for _ in range(new_tokens):
         fresh = [row[start:] for row, start in zip(rows, done, strict=True)]
@@ -148,7 +142,7 @@ def greedy_answers(target: Target, prompts: Sequence[Sequence[int]], new_tokens:
         context = PagedContext.build(pool, requests, target.device)
         output = target.model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, context=context)
         last = torch.tensor([len(new) for new in fresh]).cumsum(0) - 1
-        chosen = greedy_ids(F.linear(output.last_hidden_state[0, last.to(target.device)], target.lm_head_weight))
+        chosen = greedy_ids(target.head(output.last_hidden_state[0, last.to(target.device)]))
         done = [len(row) for row in rows]
         for row, token in zip(rows, chosen, strict=True):
             row.append(int(token))

@@ -25,6 +25,7 @@ from drafters.base.errors import CommandParser, UserError, run_command
 from drafters.base.settings import load_settings
 from drafters.eagle3_ssd.config import DrafterConfig
 from drafters.eagle3_ssd.model import Eagle3Drafter
+from drafters.targets.head import TargetHead
 from drafters.targets.target import DTYPES
 from train.config import LossSettings, Stage, TrainSettings
 from train.costs.plan import Forward, Product, products
@@ -134,7 +135,7 @@ def random_objective(config: DrafterConfig, loss: LossSettings, dtype: torch.dty
     """A drafter and a target's head with random weights; the draft vocabulary is the first tokens."""
     drafter = Eagle3Drafter(config)
     drafter.embed_tokens.weight.data.normal_()
-    head = torch.randn(config.draft_vocab_size, config.target_hidden_size).to(dtype)
+    head = TargetHead(torch.randn(config.draft_vocab_size, config.target_hidden_size).to(dtype))
     objective = Objective(drafter, head, torch.arange(config.draft_vocab_size), loss, dtype)
     objective.weights_are_whole = True
     return objective

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from drafters.base.errors import UserError
 from drafters.targets.files import resolve_target
+from infer.kernels.attention.kv_pool import KvShape
 
 # Keys of a config that say how the weights were loaded, not what they are.
 LOADING_KEYS = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
@@ -47,6 +48,7 @@ class TargetFacts:
     max_position_embeddings: int
     end_token_ids: tuple[int, ...]
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)  # transformers 5: theta, type, scaling
+    kv: KvShape = KvShape(0, 0, 0)  # what a token leaves in each layer's pool (`support.examine` finds it)
 
     @property
     def identity(self) -> TargetIdentity:
@@ -82,11 +84,12 @@ def read_tokenizer(spec: str, path: str) -> Any:
         raise UserError(f"target {spec!r} could not be loaded from {path}: {error}") from error
 
 
-def facts_of(spec: str, path: Path, model: Any, tokenizer: Any) -> TargetFacts:
+def facts_of(spec: str, path: Path, model: Any, tokenizer: Any, kv: KvShape) -> TargetFacts:
     """The facts of a loaded transformers model, whose files lie in `path`."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # some models state it for each kind of layer
     return TargetFacts(
         name=spec,
         weight_hash=_weight_hash(path, model.config),
@@ -98,12 +101,13 @@ def facts_of(spec: str, path: Path, model: Any, tokenizer: Any) -> TargetFacts:
         num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))),
         max_position_embeddings=config.max_position_embeddings,
         end_token_ids=_end_tokens(model, tokenizer),
         rope_parameters=dict(rope),
+        kv=kv,
     )
 
 

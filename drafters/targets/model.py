@@ -10,6 +10,17 @@ from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
 from drafters.base.errors import UserError
+from drafters.targets.support import OWN_ATTENTION, refusal
+
+
+def load_config(spec: str, path: str) -> Any:
+    """The config alone. Raises `UserError` where it cannot be read."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"target {spec!r} could not be loaded from {path}: {error}") from error
 
 
 def load_model(spec: str, path: str, dtype: torch.dtype, device: str, attention: str, shards: int) -> Any:
@@ -30,6 +41,8 @@ def load_model(spec: str, path: str, dtype: torch.dtype, device: str, attention:
             options["device_map"] = {"": device}  # such weights are made on their device, and do not move
         model: Any = AutoModelForCausalLM.from_pretrained(path, **options)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, KeyError) and error.args == (attention,):  # from a table of the model's own
+            raise refusal(spec, AutoConfig.from_pretrained(path), OWN_ATTENTION) from error
         raise UserError(f"target {spec!r} could not be loaded from {path}: {error}") from error
     model.requires_grad_(False).eval()
     return model if shards > 1 or quantised else model.to(device)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from drafters.targets.support import forward_in
 from drafters.targets.target import Target
 from infer.kernels.attention.context import DocumentContext
 
@@ -51,18 +52,8 @@ def tap_features(
 ) -> TapOutput:
     """One forward over packed rows; attention stays inside documents. No logits are computed."""
     context = DocumentContext(document_ids_BT)
-    arguments: dict[str, Any] = {
-        "input_ids": token_ids_BT,
-        "position_ids": positions_BT,
-        "use_cache": False,
-        "context": context,
-    }
     with taps_of(target, tap_ids) as found:
-        hidden = (
-            _through_whole(target.model, arguments)
-            if target.sharded
-            else target.model.get_decoder()(**arguments).last_hidden_state
-        )
+        hidden = forward_in(context, target.model, token_ids_BT, positions_BT, target.sharded)
     return TapOutput(torch.cat([found[tap] for tap in tap_ids], dim=-1), hidden)
 
 
@@ -72,17 +63,3 @@ def features_of_text(target: Target, token_ids: Sequence[int], tap_ids: Sequence
     ids_1T = torch.tensor([token_ids], device=target.device)
     positions_1T = torch.arange(ids_1T.shape[1], device=target.device)[None]
     return tap_features(target, ids_1T, positions_1T, torch.ones_like(ids_1T), tap_ids)
-
-
-def _through_whole(model: Any, arguments: dict[str, Any]) -> Tensor:
-    """The decoder's output by a forward of the whole model, since FSDP gathers weights from its root down.
-
-    The head then computes one row of logits, which is dropped.
-    """
-    kept: list[Tensor] = []
-    handle = model.get_decoder().register_forward_hook(lambda _, __, output: kept.append(output.last_hidden_state))
-    try:
-        model(**arguments, logits_to_keep=1)
-    finally:
-        handle.remove()
-    return kept[0]

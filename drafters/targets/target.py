@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from drafters.base.errors import UserError
 from drafters.targets.files import resolve_target
+from drafters.targets.head import TargetHead
 from drafters.targets.identity import TargetFacts, facts_of, read_tokenizer
+from drafters.targets.support import ATTENTION, check_config, compare_paged, examine, layers_of
 from infer.kernels.attention.context import attend_in_context
 from infer.kernels.decoder_layer.fused_layer import FusedDecoderLayer, fits
 from infer.kernels.linear.fused import fuse
 from infer.kernels.linear.packed import PackedLinear, is_plain, pack
 
-ATTENTION = "ssd_context"  # the name under which our attention function is registered with transformers
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -31,7 +32,7 @@ class Target:
     model: Any
     tokenizer: Any
     facts: TargetFacts
-    lm_head_weight: Tensor  # [V, H]
+    head: TargetHead  # from the last hidden state to logits
     embed_weight: Tensor  # [V, H]
     weights_read: int  # weights that decoding a token reads: all, but for embeddings that the head does not share
     sharded: bool = False  # each process holds a part: a forward is a collective
@@ -39,7 +40,14 @@ class Target:
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers, in order."""
-        return self.model.get_decoder().layers
+        layers = layers_of(self.model)
+        assert layers is not None, "a target without layers is refused at load"
+        return layers
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """The head's weight [V, H]. It alone is not the logits: see `head`."""
+        return self.head.weight
 
     @property
     def device(self) -> torch.device:
@@ -58,47 +66,40 @@ def load_target(
     """Load a target named by directory, hub id, `.gguf` file or `builtin:smollm2-135m`.
 
     `shards` > 1: that many processes share its weights (`drafters.targets.model.load_model`); it is then not fused.
-    Raises `UserError` where it cannot be found or read, or where the dtype is not one of `DTYPES`.
+    Raises `UserError` where it cannot be found or read, where the dtype is not one of `DTYPES`, or where serving would
+    not compute what the target's own forward computes (`drafters.targets.support`).
     """
     from transformers import AttentionInterface
 
-    from drafters.targets.model import load_model, whole_weight
+    from drafters.targets.model import load_config, load_model, whole, whole_weight
 
     AttentionInterface.register(ATTENTION, attend_in_context)
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
     path = resolve_target(spec, cache_dir)
     tokenizer = read_tokenizer(spec, path)
+    check_config(spec, load_config(spec, path))
     model = load_model(spec, path, DTYPES[dtype], device, ATTENTION, shards)
-    _check_attention(spec, model.config.get_text_config())
-    facts = facts_of(spec, Path(path), model, tokenizer)
-    head = whole_weight(model.get_output_embeddings(), spec, "output head")
+    weight = whole_weight(model.get_output_embeddings(), spec, "output head")
     embed = whole_weight(model.get_input_embeddings(), spec, "embeddings")
+    examined = examine(spec, model, weight, shards > 1)
+    facts = facts_of(spec, Path(path), model, tokenizer, examined.kv)
     read = sum(weight.numel() for weight in model.parameters())
     read -= 0 if model.get_input_embeddings().weight is model.get_output_embeddings().weight else embed.numel()
+    bias = getattr(model.get_output_embeddings(), "bias", None)
     if fuse_layers and shards == 1:
         _accelerate(model)
+    if shards == 1:
+        compare_paged(spec, model, examined)
+    linear = model.get_output_embeddings() if shards == 1 else None
+    head = TargetHead(weight, None if bias is None else whole(bias.detach()), examined.law, linear)
     return Target(model, tokenizer, facts, head, embed, read, shards > 1)
-
-
-def _check_attention(spec: str, config: Any) -> None:
-    """Refuse what our attention function does not compute, rather than serve wrong text."""
-    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    for found, what in (
-        (windowed or kinds, "sliding-window or other than full attention"),
-        (getattr(config, "attn_logit_softcapping", None) is not None, "soft-capped attention scores"),
-    ):
-        if found:
-            raise UserError(
-                f"target {spec!r} ({config.model_type}) has {what}, which is not supported yet; "
-                "use one with full attention"
-            )
 
 
 def _accelerate(model: Any) -> None:
     """Replace layers by fused ones where they are Llama's, else fuse their projections; pack plain linear weights."""
-    layers = model.get_decoder().layers
+    layers = layers_of(model)
+    assert layers is not None, "examined before"
     for index, layer in enumerate(layers):
         if fits(layer):
             layers[index] = FusedDecoderLayer.of_llama(layer)

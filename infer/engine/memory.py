@@ -68,7 +68,7 @@ def bytes_per_token(facts: TargetFacts, drafter: DrafterConfig | None, size: int
     """Bytes per token of the target's pool (keys and values of all layers, and the fused feature) and of the
     drafter's; `size` bytes per number.
     """
-    target = 2 * facts.num_hidden_layers * facts.num_key_value_heads * facts.head_dim * size
+    target = facts.num_hidden_layers * facts.kv.heads * (facts.kv.key_dim + facts.kv.value_dim) * size
     if drafter is None:
         return target, 0
     return (

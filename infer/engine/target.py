@@ -51,12 +51,11 @@ class TargetRunner:
         compile_now(target.embed_weight)
         facts = target.facts
         self.blocks = BlockPool(-(-pool_tokens // BLOCK), BLOCK)
-        heads_MD = (facts.num_key_value_heads, facts.head_dim)
-        self.pool = KvPool.allocate(
-            facts.num_hidden_layers, self.blocks.num_blocks, BLOCK, heads_MD, like=target.embed_weight
+        self.pool = KvPool.of_shape(
+            facts.num_hidden_layers, self.blocks.num_blocks, BLOCK, facts.kv, like=target.embed_weight
         )
         self.features_SH: Tensor | None = None  # its width is the drafter's, known with the first forward
-        self.head = target.model.get_output_embeddings()
+        self.head = target.head
         self.decoder = target.model.get_decoder()
 
     @torch.inference_mode()

@@ -168,7 +168,8 @@ def logit_margin(target: Target, prefix_ids: Sequence[int], first: int | None, s
     context = DocumentContext(torch.ones_like(ids))
     positions = torch.arange(ids.shape[1], device=target.device)[None]
     output = target.model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, context=context)
-    logits = target.lm_head_weight[[first, second]].float() @ output.last_hidden_state[0, -1].float()
+    pair = torch.tensor([first, second], device=target.device)
+    logits = target.head.rows(pair).float()(output.last_hidden_state[0, -1].float())
     return abs(float(logits[0] - logits[1]))
 
 

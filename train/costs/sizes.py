@@ -72,7 +72,7 @@ def drafter_config(settings: TrainSettings, target: Any) -> DrafterConfig:
     heads = target.num_attention_heads
     return DrafterConfig(
         hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
+        intermediate_size=getattr(target, "intermediate_size", None) or 4 * target.hidden_size,
         num_attention_heads=heads,
         num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
         head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,

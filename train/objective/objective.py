@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from drafters.eagle3_ssd.align import EMBED_AHEAD
 from drafters.eagle3_ssd.model import Eagle3Drafter
+from drafters.targets.head import TargetHead
 from train.config import LossSettings
 from train.objective.accelerate import accelerate
 from train.objective.supervision import supervised
@@ -185,14 +186,14 @@ class Scales(NamedTuple):
 
 
 class Objective(nn.Module):
-    """The training loss of a batch. Holds the drafter, whose layers it accelerates in place, the target's head for the
-    draft vocabulary [Vd, Ht], and that vocabulary.
+    """The training loss of a batch. Holds the drafter, whose layers it accelerates in place, the draft vocabulary, and
+    the target's head for it.
     """
 
     def __init__(
         self,
         drafter: Eagle3Drafter,
-        target_head_VH: Tensor,
+        target_head: TargetHead,
         draft_to_target_V: Tensor,
         settings: LossSettings,
         dtype: torch.dtype,
@@ -206,9 +207,8 @@ class Objective(nn.Module):
         self.options = LossOptions(
             settings.cross_entropy, settings.total_variation, settings.bonus_temperature, settings.fan_out
         )
-        self.register_buffer("target_head", target_head_VH, persistent=False)
+        self.target_head = target_head
         self.register_buffer("draft_to_target", draft_to_target_V, persistent=False)
-        self.target_head: Tensor
         self.draft_to_target: Tensor
 
     def forward(self, features: Features, anchors: Anchors, depth: int, scales: Scales) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from data.chat.pack import PackedRow
+from drafters.targets.head import TargetHead
 from drafters.targets.taps import tap_features
 from drafters.targets.target import Target
 from infer.kernels.sampling.sample import greedy_ids
@@ -51,7 +51,7 @@ def compute_features(target: Target, rows: Sequence[PackedRow], tap_ids: Sequenc
 
     token_ids, turn_ids, document_ids, positions = (stacked(field) for field in PackedRow._fields)
     output = tap_features(target, token_ids, positions, document_ids, tap_ids)
-    log_normaliser, argmax = full_vocabulary(output.last_hidden_BTH.flatten(0, 1), target.lm_head_weight)
+    log_normaliser, argmax = full_vocabulary(output.last_hidden_BTH.flatten(0, 1), target.head)
     shape = token_ids.shape
     return Features(
         token_ids,
@@ -66,11 +66,11 @@ def compute_features(target: Target, rows: Sequence[PackedRow], tap_ids: Sequenc
 
 
 @torch.no_grad()
-def full_vocabulary(last_hidden_PH: Tensor, head_VH: Tensor) -> tuple[Tensor, Tensor]:
+def full_vocabulary(last_hidden_PH: Tensor, head: TargetHead) -> tuple[Tensor, Tensor]:
     """Log-normaliser fp32 [P] and argmax int64 [P] of the target's logits, in tiles of TILE rows."""
     normalisers, tops = [], []
     for tile in last_hidden_PH.split(TILE):
-        logits = F.linear(tile, head_VH).float()
+        logits = head(tile).float()
         best = torch.tensor(greedy_ids(logits), device=logits.device)
         largest = logits.gather(-1, best[:, None])
         # in place, from the maximum that is known already: three passes over the tile instead of six

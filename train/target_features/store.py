@@ -83,10 +83,13 @@ def plan_store(
 
 
 def store_key(target: Target, rows: Sequence[PackedRow], tap_ids: Sequence[int]) -> str:
-    """What a store depends on: the target's weights and dtype, the taps, and every token, turn and document id of the
-    rows.
+    """What a store depends on: the target's weights and dtype, what its head does beside a product, the taps, and
+    every token, turn and document id of the rows.
     """
-    digest = hashlib.sha256(f"1 {target.facts.weight_hash} {target.lm_head_weight.dtype} {list(tap_ids)}".encode())
+    head = "" if target.head.is_plain else f" {target.head.law} {target.head.bias is not None}"
+    digest = hashlib.sha256(
+        f"1 {target.facts.weight_hash} {target.lm_head_weight.dtype} {list(tap_ids)}{head}".encode()
+    )
     for row in rows:
         for array in row:
             digest.update(np.ascontiguousarray(array).tobytes())

@@ -111,10 +111,10 @@ def take_over(drafter: Eagle3Drafter, target: Target, vocab: VocabMap) -> list[s
         return [
             f"hidden_size {config.hidden_size} is not the target's {config.target_hidden_size}: layers start at random"
         ]
-    drafter.lm_head.weight.copy_(target.lm_head_weight[vocab.draft_to_target])
+    drafter.lm_head.weight.copy_(target.lm_head_weight[vocab.draft_to_target] * target.head.law.scale)
     upper = torch.eye(config.hidden_size)
     drafter.fc.weight.copy_(torch.cat((0.0 * upper, 0.0 * upper, upper), dim=1) + 0.01 * drafter.fc.weight)
-    notes = _copy(drafter.norm, target.model.get_decoder().norm, "")
+    notes = _copy(drafter.norm, getattr(target.model.get_decoder(), "norm", nn.Module()), "final norm: ")
     count = config.num_hidden_layers
     for index, source in enumerate(target.layers[-count:]):
         notes += _copy(drafter.midlayer if index == 0 else drafter.layers[str(index)], source, f"layer {index}: ")

@@ -58,7 +58,8 @@ def prepare(settings: TrainSettings, caller: Caller) -> TrainingSetup:
     if settings.features.mode == "online":
         return TrainingSetup(target, first, *online(settings, target, rows, taps), about, key)
     sources = offline(settings, target, rows, taps, caller)
-    return TrainingSetup(replace(target, model=None), first, *sources, about, key)  # the layers have done their part
+    without_layers = replace(target, model=None, head=target.head.bare())  # the layers have done their part
+    return TrainingSetup(without_layers, first, *sources, about, key)
 
 
 def _key(settings: TrainSettings, target: Target, rows: Sequence[PackedRow]) -> str:

@@ -52,7 +52,7 @@ def check_batch(settings: TrainSettings, num_processes: int) -> None:
 def make_objective(settings: TrainSettings, setup: TrainingSetup) -> Objective:
     """The module that is trained."""
     vocab = setup.start.vocab.draft_to_target
-    head = setup.target.lm_head_weight[vocab].clone()
+    head = setup.target.head.rows(vocab)
     return Objective(setup.start.drafter, head, vocab, settings.loss, DTYPES[settings.dtype])
 
 

@@ -82,7 +82,7 @@ def measure(
     sums, parts, answers = [], [], []
     for first in range(0, min(len(source), settings.max_rows), rows_per_forward):
         numbers = range(first, min(first + rows_per_forward, len(source), settings.max_rows))
-        features = Features(*(tensor.to(objective.target_head.device) for tensor in source.batch(numbers)))
+        features = Features(*(tensor.to(objective.draft_to_target.device) for tensor in source.batch(numbers)))
         rows = Rows(features.token_ids, features.positions, features.document_ids)
         fused = drafter.fuse(features.taps.to(objective.dtype))
         sums.append(_depth_sums(objective, drafter, vocab, features, rows, fused, settings))

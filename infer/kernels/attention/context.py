@@ -2,7 +2,8 @@
 given.
 
 `attend_in_context` has the signature of transformers' attention functions (`drafters.targets.target` registers it);
-the keyword argument `context`, given to the model's forward, says what a query row may see. Two contexts exist:
+the keyword argument `context`, given to the model's forward, says what a query row may see. Some models' layers do not
+hand such arguments on to their attention; for those `CURRENT` holds the context of the forward. Two contexts exist:
 `paged.PagedContext` (serving: rows of several requests behind each other, keys in a pool) and `DocumentContext`
 (features: packed rows, attention stays inside a document).
 
@@ -11,6 +12,7 @@ B batch, T positions, R rows, N query heads, M key/value heads, D head size.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +22,9 @@ from torch import Tensor
 
 from infer.kernels.attention.sdpa import as_bias
 
+# What a transformers layer may ask of its attention function, beside the scale, that is not computed here.
+NOT_COMPUTED = ("sliding_window", "softcap", "s_aux")
+
 
 class AttentionContext(Protocol):
     """What a model's forward is given as `context=`: computes one layer's attention."""
@@ -27,6 +32,9 @@ class AttentionContext(Protocol):
     def attend(self, layer: int, query_1NRD: Tensor, key_1MRD: Tensor, value_1MRD: Tensor, scale: float) -> Tensor:
         """Return the attended values, [batch, rows, N, D]."""
         ...
+
+
+CURRENT: ContextVar[AttentionContext | None] = ContextVar("CURRENT", default=None)  # of this thread's forward
 
 
 @dataclass(frozen=True)
@@ -53,11 +61,17 @@ def attend_in_context(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    scaling: float,
-    context: AttentionContext,
+    scaling: float | None = None,
+    context: AttentionContext | None = None,
     **extra: object,
 ) -> tuple[Tensor, None]:
-    """The attention function of a transformers layer: hands its rotated rows to the forward's context."""
-    unknown = {name: extra[name] for name in ("sliding_window", "softcap", "s_aux") if extra.get(name) is not None}
-    assert not unknown, f"attention with {unknown} is not computed here; drafters.targets.target refuses such targets"
-    return context.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
+    """The attention function of a transformers layer: hands its rotated rows to the forward's context, which came down
+    through the layers or is the `CURRENT` one.
+    """
+    context = context or CURRENT.get()
+    assert context is not None, "a forward without a context"
+    assert attention_mask is None, "attention with a mask of the model's own is not computed here"
+    unknown = {name: extra[name] for name in NOT_COMPUTED if extra.get(name) is not None}
+    assert not unknown, f"attention with {unknown} is not computed here; drafters.targets.support refuses such targets"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return context.attend(module.layer_idx, query, key, value, scale), None  # type: ignore[arg-type]

@@ -13,6 +13,14 @@ import torch
 from torch import Tensor
 
 
+class KvShape(NamedTuple):
+    """What a position leaves in one layer's pool: M heads of keys and of values, whose sizes differ in MLA."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
 class KvPool(NamedTuple):
     """Keys and values of every layer, by slot."""
 
@@ -25,8 +33,16 @@ class KvPool(NamedTuple):
         """A zeroed pool of `num_blocks * block_size` slots of M key heads of size D, in the dtype and on the device of
         `like`.
         """
-        shape = (num_blocks * block_size, *heads_MD)
-        keys, values = (tuple(zeros_on_demand(shape, like) for _ in range(layers)) for _ in range(2))
+        return KvPool.of_shape(layers, num_blocks, block_size, KvShape(heads_MD[0], heads_MD[1], heads_MD[1]), like)
+
+    @staticmethod
+    def of_shape(layers: int, num_blocks: int, block_size: int, shape: KvShape, like: Tensor) -> KvPool:
+        """`allocate`, with values of a size of their own."""
+        slots = num_blocks * block_size
+        keys, values = (
+            tuple(zeros_on_demand((slots, shape.heads, size), like) for _ in range(layers))
+            for size in (shape.key_dim, shape.value_dim)
+        )
         return KvPool(keys, values, block_size)
 
     def slots(self, blocks: Sequence[int], start: int, stop: int) -> list[int]:

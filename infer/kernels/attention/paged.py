@@ -177,11 +177,15 @@ class PagedContext:
             lengths_B = torch.tensor([r.num_keys for r in self.requests], device=keys.device)
             visible = torch.arange(longest, device=keys.device)[None] < lengths_B[:, None]
             self.masks[key] = as_bias(visible, query_RND.dtype)[:, None, None]
-        shape, strides = (rows, kv_heads, longest, head), (step * keys.stride(0), keys.stride(1), keys.stride(0), 1)
-        key_BMLD, value_BMLD = (side[first:].as_strided(shape, strides) for side in (keys, values))
+        key_BMLD, value_BMLD = (
+            side[first:].as_strided(
+                (rows, kv_heads, longest, side.shape[2]), (step * side.stride(0), side.stride(1), side.stride(0), 1)
+            )
+            for side in (keys, values)
+        )
         query_BMGD = query_RND.reshape(rows, kv_heads, -1, head)
         out = F.scaled_dot_product_attention(query_BMGD, key_BMLD, value_BMLD, attn_mask=self.masks[key], scale=scale)
-        return out.reshape(rows, -1, head)
+        return out.reshape(rows, -1, values.shape[2])
 
 
 def _reading(pool: KvPool, request: PagedRequest, device: torch.device) -> slice | Tensor:

@@ -24,10 +24,10 @@ def attend_rows(query_QND: Tensor, keys_LMD: Tensor, values_LMD: Tensor, bias: T
     """
     rows, _, head = query_QND.shape
     kv_heads = keys_LMD.shape[1]
-    query_MXD = query_QND.view(rows, kv_heads, -1, head).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head)
+    query_MXD = query_QND.reshape(rows, kv_heads, -1, head).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head)
     keys, values = keys_LMD.transpose(0, 1)[None], values_LMD.transpose(0, 1)[None]
     out = F.scaled_dot_product_attention(query_MXD, keys, values, attn_mask=bias, scale=scale)
-    return out.view(kv_heads, -1, rows, head).permute(2, 0, 1, 3).reshape(rows, -1, head)
+    return out.view(kv_heads, -1, rows, values.shape[-1]).permute(2, 0, 1, 3).reshape(rows, -1, values.shape[-1])
 
 
 def are_alike(shapes: Sequence[tuple[int, int]]) -> bool:
@@ -87,13 +87,14 @@ def attend_padded(query_RND: Tensor, keys: Tensor, values: Tensor, scale: float,
     kv_heads, head = keys.shape[1:]
     slots = batch.slots_BL.flatten()
     key_BMLD, value_BMLD = (
-        side.index_select(0, slots).view(count, longest, kv_heads, head).transpose(1, 2) for side in (keys, values)
+        side.index_select(0, slots).view(count, longest, kv_heads, -1).transpose(1, 2) for side in (keys, values)
     )
     query_BQMGD = query_RND.index_select(0, batch.rows_BQ.flatten()).view(count, rows, kv_heads, -1, head)
     query_BMXD = query_BQMGD.permute(0, 2, 3, 1, 4).reshape(count, kv_heads, -1, head)
     bias = batch.bias(query_BMXD.shape[2] // rows, query_RND.dtype)
     out = F.scaled_dot_product_attention(query_BMXD, key_BMLD, value_BMLD, attn_mask=bias, scale=scale)
-    out_XND = out.view(count, kv_heads, -1, rows, head).permute(0, 3, 1, 2, 4).reshape(count * rows, -1, head)
+    value = values.shape[2]
+    out_XND = out.view(count, kv_heads, -1, rows, value).permute(0, 3, 1, 2, 4).reshape(count * rows, -1, value)
     return out_XND.index_select(0, batch.places_R)
 
 

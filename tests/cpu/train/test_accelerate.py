@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.eagle3_ssd.model import MLP, Attention, Eagle3Drafter, RMSNorm
+from drafters.targets.head import TargetHead
 from tests.cpu.train.small import DRAFT_VOCAB, HIDDEN, VOCAB, small_drafter
 from train.config import LossSettings
 from train.objective import accelerate as module
@@ -71,5 +72,6 @@ def test_every_norm_mlp_and_attention_is_replaced_and_the_state_is_not(monkeypat
 
 def test_the_objective_accelerates_its_drafter() -> None:
     drafter = small_drafter(1)
-    Objective(drafter, torch.zeros(DRAFT_VOCAB, HIDDEN), torch.arange(VOCAB), LossSettings(), torch.float32)
+    head = TargetHead(torch.zeros(DRAFT_VOCAB, HIDDEN))
+    Objective(drafter, head, torch.arange(VOCAB), LossSettings(), torch.float32)
     assert kinds(drafter) == set(COMPILED.values())

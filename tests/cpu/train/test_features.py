@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from drafters.targets.head import TargetHead
 from drafters.targets.target import Target, load_target
 from tests.cpu.train.rows import TAPS, rows
 from tests.tiny import save_tiny_target
@@ -37,7 +38,7 @@ def features_context(ids: torch.Tensor) -> object:
 def test_tiles_change_nothing() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(features.TILE + 5, 8, generator=generator), torch.randn(30, 8, generator=generator)
-    normaliser, argmax = full_vocabulary(hidden, head)
+    normaliser, argmax = full_vocabulary(hidden, TargetHead(head))
     logits = hidden @ head.T
     torch.testing.assert_close(normaliser, logits.logsumexp(-1))
     assert torch.equal(argmax, logits.argmax(-1))

@@ -89,7 +89,7 @@ def test_replayed_rounds_are_the_engines(pair: Pair, changes: dict[str, object])
 def figures(pair: Pair) -> HeldoutFigures:
     requests = served(pair, settings_of(pair), Mode.AR)
     source = OnlineFeatures(pair.target, rows_of(requests), pair.loaded.config.tap_hidden_states_ids)
-    head = pair.target.lm_head_weight[pair.loaded.vocab.draft_to_target]
+    head = pair.target.head.rows(pair.loaded.vocab.draft_to_target)
     objective = Objective(pair.loaded.model, head, pair.loaded.vocab.draft_to_target, LossSettings(), torch.float32)
     settings = HeldoutSettings(lookahead=K, budgets=(4, 8), refresh=(0, K))
     return measure(objective, pair.loaded.vocab, source, settings, 10, StepCosts(0.1, 0.01))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafters.targets.head import TargetHead
 from tests.cpu.train.small import LargestTensor, ProductRows
 from train.objective.supervision import loss_scales, pooled_scales, supervised
 from train.ops.head_loss import reference
@@ -247,7 +248,7 @@ def test_products_come_in_a_few_shapes_however_many_predictions_there_are(option
         with ProductRows() as products:
             losses = head_losses(c.hidden, c.head, c.teacher, c.rows, c.base, c.bonus, options)
             losses.loss.backward()
-            probs = teacher_probabilities(torch.randn(number, 4), torch.randn(8, 4), torch.zeros(number))
+            probs = teacher_probabilities(torch.randn(number, 4), TargetHead(torch.randn(8, 4)), torch.zeros(number))
         assert products.rows and all(rows % PADDED == 0 for rows in products.rows), (number, products.rows)
         assert len(losses.stats_nC) == len(probs) == number
 
@@ -256,7 +257,7 @@ def test_teacher_keeps_the_mass_it_has() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(300, 8, generator=generator), torch.randn(20, 8, generator=generator)
     full = hidden @ head.T
-    inside = teacher_probabilities(hidden, head[5:15], full.logsumexp(-1))
+    inside = teacher_probabilities(hidden, TargetHead(head[5:15]), full.logsumexp(-1))
     torch.testing.assert_close(inside.float(), full.softmax(-1)[:, 5:15], rtol=1e-3, atol=1e-6)
 
 

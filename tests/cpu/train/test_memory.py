@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from drafters.base.errors import UserError
 from drafters.eagle3_ssd.config import DrafterConfig
 from drafters.eagle3_ssd.model import Eagle3Drafter
+from drafters.targets.head import TargetHead
 from tests.cpu.train.small import packed
 from train.config import LossSettings
 from train.costs.memory import SLACK, Part, Place, Sharding, launch_sharding, memory, moved_bytes, peak, saved_bytes
@@ -54,7 +55,7 @@ def test_what_autograd_keeps_is_what_is_planned(depth: int) -> None:
     torch.manual_seed(0)
     drafter = Eagle3Drafter(CONFIG)
     drafter.embed_tokens.weight.data.normal_()
-    objective = Objective(drafter, torch.randn(256, 64), torch.arange(256), LossSettings(), torch.bfloat16)
+    objective = Objective(drafter, TargetHead(torch.randn(256, 64)), torch.arange(256), LossSettings(), torch.bfloat16)
     batch, kept = features(), {}
     anchors = choose_anchors(batch, 40, ["a", "b"])
     inputs = (*batch, anchors.places, anchors.valid, *drafter.parameters(), *drafter.buffers())

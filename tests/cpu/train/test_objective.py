@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from drafters.base.serving import ServingSettings
+from drafters.targets.head import TargetHead
 from tests.cpu.train import small
 from tests.cpu.train.small import DRAFT_VOCAB, HIDDEN, TWO_ROWS, VOCAB, small_drafter
 from train.config import LossSettings, Stage
@@ -35,13 +36,13 @@ def objective(layers: int = 2) -> Objective:
     drafter = small_drafter(layers)
     drafter.embed_tokens.weight.data.normal_(generator=torch.Generator().manual_seed(1))
     head = torch.randn(DRAFT_VOCAB, HIDDEN, generator=torch.Generator().manual_seed(2))
-    return Objective(drafter, head, VOCABULARY, SETTINGS, torch.float32)
+    return Objective(drafter, TargetHead(head), VOCABULARY, SETTINGS, torch.float32)
 
 
 def packed(layout: list[list[tuple[int, list[int]]]], length: int) -> Features:
     """Rows whose teacher has a tenth of its mass outside the draft vocabulary."""
     features = small.packed(layout, length)
-    inside = (features.last_hidden @ objective().target_head.T).logsumexp(-1)
+    inside = objective().target_head(features.last_hidden).logsumexp(-1)
     return features._replace(log_normaliser=inside - math.log(0.9))
 
 

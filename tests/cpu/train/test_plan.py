@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from drafters.eagle3_ssd.model import Eagle3Drafter
+from drafters.targets.head import TargetHead
 from tests.cpu.train.small import DRAFT_VOCAB, HIDDEN, TWO_ROWS, packed, small_config, small_drafter
 from train.config import LossSettings
 from train.costs.plan import Forward, Replayed, flops, forwards, parameters, predictions, products
@@ -64,7 +65,7 @@ def test_flops_of_a_replayed_round_are_what_torch_counts(layers: int, refresh: i
     forward = forward._replace(predictions=computed, replay=Replayed(lookahead=2, stale=2, refresh=refresh))
     objective = Objective(
         small_drafter(layers),
-        torch.randn(DRAFT_VOCAB, HIDDEN),
+        TargetHead(torch.randn(DRAFT_VOCAB, HIDDEN)),
         torch.arange(DRAFT_VOCAB),
         LossSettings(),
         torch.float32,
@@ -83,7 +84,7 @@ def test_flops_are_what_torch_counts(layers: int) -> None:
     see them.
     """
     features, anchors, forward = batch(depth=3)
-    head = torch.randn(DRAFT_VOCAB, HIDDEN)
+    head = TargetHead(torch.randn(DRAFT_VOCAB, HIDDEN))
     objective = Objective(small_drafter(layers), head, torch.arange(DRAFT_VOCAB), LossSettings(), torch.float32)
     with FlopCounterMode(display=False) as counter:
         loss, _ = objective(features, anchors, 3, Scales([1.0] * 4, [1.0] * 4))

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from train.ops.head_loss import closed_form, cpu
 from train.ops.head_loss.reference import exact
@@ -45,18 +44,28 @@ def head_losses(
     return HeadLosses(loss, stats[:n])
 
 
-def teacher_probabilities(last_hidden_PH: Tensor, head_VH: Tensor, log_normaliser_P: Tensor) -> Tensor:
-    """fp16 [P, Vd]: the target's probabilities of the draft vocabulary, from its sliced head and its full
+class LogitsHead(Protocol):
+    """From the target's last hidden states [n, H] to its logits of the draft vocabulary, whose size is the `len`."""
+
+    def __len__(self) -> int: ...
+
+    def __call__(self, hidden_nH: Tensor, /) -> Tensor:
+        """Logits [n, Vd], in the dtype of `hidden`."""
+        ...
+
+
+def teacher_probabilities(last_hidden_PH: Tensor, head: LogitsHead, log_normaliser_P: Tensor) -> Tensor:
+    """fp16 [P, Vd]: the target's probabilities of the draft vocabulary, from its head of those tokens and its full
     log-normaliser.
 
     fp16 holds numbers in [0, 1] with eight times the precision of bf16. Shared by all depths, which only shift it.
     """
     hidden, log_normaliser = pad_rows(last_hidden_PH), pad_rows(log_normaliser_P)
-    result = torch.empty(len(hidden), len(head_VH), dtype=torch.float16, device=hidden.device)
+    result = torch.empty(len(hidden), len(head), dtype=torch.float16, device=hidden.device)
     at_once = cpu.ROWS if hidden.device.type == "cpu" else closed_form.CHUNK
     for start in range(0, len(hidden), at_once):
         part = slice(start, start + at_once)
-        logits = F.linear(hidden[part], head_VH.to(hidden.dtype))
+        logits = head(hidden[part])
         if cpu.available(logits, result):
             cpu.probabilities(logits, log_normaliser[part].float().contiguous(), result[part])
         else:
