@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,9 @@ def test_offline_writes_a_run_directory_without_a_network(
     assert write_one(tmp_path, "offline") == []
     runs = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert len(runs) == 1 and runs[0].stat().st_size > 0 and no_network == []
+    deadline = time.monotonic() + 60  # wandb's own process writes the file, on a busy machine after `close`
+    while b"accuracy/01" not in runs[0].read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert b"accuracy/01" in runs[0].read_bytes()
     assert "wandb:" not in capfd.readouterr().err
     name = (tmp_path / "wandb-run-id").read_text().strip()
