@@ -83,6 +83,8 @@ def load_target(
     weight = whole_weight(model.get_output_embeddings(), spec, "output head")
     embed = whole_weight(model.get_input_embeddings(), spec, "embeddings")
     examined = examine(spec, model, weight, shards > 1)
+    if shards > 1:
+        _reshard(model)
     facts = facts_of(spec, Path(path), model, tokenizer, examined.kv)
     read = sum(weight.numel() for weight in model.parameters())
     read -= 0 if model.get_input_embeddings().weight is model.get_output_embeddings().weight else embed.numel()
@@ -94,6 +96,15 @@ def load_target(
     linear = model.get_output_embeddings() if shards == 1 else None
     head = TargetHead(weight, None if bias is None else whole(bias.detach()), examined.law, linear)
     return Target(model, tokenizer, facts, head, embed, read, shards > 1)
+
+
+def _reshard(model: Any) -> None:
+    """Give back what FSDP keeps whole after a forward, the outer weights: the examination ran one."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _accelerate(model: Any) -> None:
